@@ -1,0 +1,1 @@
+"""Draft models from training to serving: DSpark, DFlash, n-gram; checkpoints, proposing, calibration."""
