@@ -1,0 +1,193 @@
+"""Where a target's files are and how its tensors are read: Hugging Face folder or hub id (safetensors), or a GGUF file.
+
+A GGUF file is dequantised once by transformers into a Hugging Face folder in the cache, so that later starts read plain
+safetensors. Never pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from scheduler.errors import SettingsError
+from verifier.architecture import Architecture
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+
+
+def default_cache_dir() -> Path:
+    return Path(os.path.expanduser("~/.cache/dspark"))
+
+
+def resolve_model(model: str, cache_dir: str = "") -> Path:
+    """A local Hugging Face folder for a folder, a GGUF file (converted once into the cache) or a hub id."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise SettingsError(f"model.path: GGUF file {path} does not exist")
+        return _converted_gguf(path, Path(cache_dir).expanduser() if cache_dir else default_cache_dir())
+    if path.exists():
+        raise SettingsError(f"model.path: {path} is neither a folder nor a .gguf file")
+    return _hub_snapshot(model)
+
+
+def _hub_snapshot(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+    except HFValidationError:
+        raise SettingsError(f"model.path: {model!r} is no folder here and no valid hub id") from None
+    except Exception as error:
+        reason = str(error).strip().splitlines()
+        raise SettingsError(
+            f"model.path: {model!r} is no folder here and could not be fetched from the hub: {reason[0] if reason else error}"
+        ) from None
+
+
+def _converted_gguf(path: Path, cache: Path) -> Path:
+    """The cache folder is named by the file's name, size and time; it appears whole or not at all."""
+    stat = path.stat()
+    key = hashlib.sha256(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    folder = cache / f"{path.stem}-{key}"
+    if (folder / "config.json").is_file():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f"{path.stem}-", dir=cache))
+    try:
+        _convert_gguf(path, unfinished)
+        os.replace(unfinished, folder)
+    except OSError:
+        # another process finished the same conversion first
+        if not (folder / "config.json").is_file():
+            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _convert_gguf(path: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    source, name = str(path.parent), path.name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name)
+        # transformers keeps GGUF weights packed unless told otherwise
+        model = AutoModelForCausalLM.from_pretrained(
+            source, gguf_file=name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        )
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise SettingsError(f"model.path: {path} could not be read as GGUF: {str(error).splitlines()[0]}") from None
+    if getattr(model.config, "quantization_config", None) is not None:
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> the safetensors file that holds it; one file or the shards of an index."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            shards: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except (json.JSONDecodeError, KeyError) as error:
+            raise SettingsError(f"{index} is not a safetensors index: {error}") from None
+        return {name: folder / shard for name, shard in shards.items()}
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        raise SettingsError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
+    return dict.fromkeys(_names(single), single)
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise SettingsError(f"{path} is not a readable safetensors file (truncated?): {error}") from None
+
+
+def load_tensors(
+    folder: Path, dtype: torch.dtype, device: torch.device, only: Iterable[str] | None = None
+) -> dict[str, Tensor]:
+    """Reads the tensors (or those named) as `dtype` on `device`. Integer tensors keep their type."""
+    files = tensor_files(folder)
+    wanted = set(files) if only is None else set(only)
+    missing = sorted(wanted - set(files))
+    if missing:
+        raise SettingsError(f"{folder} lacks the tensor {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
+    tensors: dict[str, Tensor] = {}
+    for path in sorted({files[name] for name in wanted}):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                    if name in wanted:
+                        tensor = file.get_tensor(name)
+                        tensors[name] = tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+        except (SafetensorError, OSError) as error:
+            raise SettingsError(f"{path} is not a readable safetensors file (truncated?): {error}") from None
+    return tensors
+
+
+def load_target(folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """The target's tensors, every one that the decoder needs present and of the shape that config.json says."""
+    shapes = expected_shapes(arch)
+    tensors = load_tensors(folder, dtype, device, only=shapes)
+    for name, shape in shapes.items():
+        if tuple(tensors[name].shape) != shape:
+            raise SettingsError(f"{folder}: {name} has shape {tuple(tensors[name].shape)}, config.json says {shape}")
+    return tensors
+
+
+def expected_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Hugging Face tensor names and shapes of a Llama, Qwen2 or Qwen3 decoder."""
+    d, f, hd = arch.hidden_size, arch.intermediate_size, arch.head_dim
+    q_dim, kv_dim = arch.num_heads * hd, arch.num_kv_heads * hd
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (arch.vocab_size, d), "model.norm.weight": (d,)}
+    if not arch.tie_word_embeddings:
+        shapes["lm_head.weight"] = (arch.vocab_size, d)
+    for i in range(arch.num_layers):
+        layer = f"model.layers.{i}"
+        linears = {
+            "self_attn.q_proj": (q_dim, d, arch.qkv_bias),
+            "self_attn.k_proj": (kv_dim, d, arch.qkv_bias),
+            "self_attn.v_proj": (kv_dim, d, arch.qkv_bias),
+            "self_attn.o_proj": (d, q_dim, arch.output_bias),
+            "mlp.gate_proj": (f, d, arch.mlp_bias),
+            "mlp.up_proj": (f, d, arch.mlp_bias),
+            "mlp.down_proj": (d, f, arch.mlp_bias),
+        }
+        for name, (rows, columns, bias) in linears.items():
+            shapes[f"{layer}.{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{layer}.{name}.bias"] = (rows,)
+        shapes[f"{layer}.input_layernorm.weight"] = (d,)
+        shapes[f"{layer}.post_attention_layernorm.weight"] = (d,)
+        if arch.qk_norm:
+            shapes[f"{layer}.self_attn.q_norm.weight"] = (hd,)
+            shapes[f"{layer}.self_attn.k_norm.weight"] = (hd,)
+    return shapes
+
+
+def fingerprint(folder: Path) -> str:
+    """Short name of exactly these weights: config text plus the size and header of each tensor file."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(set(tensor_files(folder).values())):
+        digest.update(f"{path.name}:{path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 16))
+    return digest.hexdigest()[:16]
