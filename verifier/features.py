@@ -1,0 +1,21 @@
+"""What a verify step hands to the drafter: the target's hidden states of the rows that were committed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedFeatures:
+    """n committed rows of one verify step.
+
+    features [n, m * d]: raw outputs of the captured layers, concatenated in the order asked for. slots, positions [n] int64:
+    where the rows stand in the paged caches and in their requests. A row says nothing of which request it is: the block
+    table does. 4 KiB to 8 KiB a row for the demo target.
+    """
+
+    features: Tensor
+    slots: Tensor
+    positions: Tensor
