@@ -7,6 +7,7 @@
     |   `-- Overloaded          waiting queue is full (retry later)
     |-- Failed                  started, or could have, and the server could not finish
     |   |-- VerifierLost        the target's worker died and did not come back in time
+    |   |-- SchedulerLost       the scheduler is not there: it starts, restarts or died under the request
     |   |-- DrafterLost         never shown to clients: requests decode plainly until it is back
     |   |-- DeadlineExceeded    the request's time ran out
     |   |-- ShuttingDown        the server is draining
@@ -52,6 +53,10 @@ class Failed(ServingError):
 
 
 class VerifierLost(Failed):
+    pass
+
+
+class SchedulerLost(Failed):
     pass
 
 
