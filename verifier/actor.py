@@ -1,0 +1,58 @@
+"""The verifier as a plain async class: one device, one thread that computes, an event loop that is never blocked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from scheduler.errors import VerifierLost
+from scheduler.wire import Plan, Verdict, VerifierInfo
+from verifier.config import VerifierConfig
+from verifier.features import CommittedFeatures
+from verifier.runner import TargetRunner
+
+T = TypeVar("T")
+
+
+class VerifierWorker:
+    """Implements scheduler.ports.Verifier.
+
+    executor: one-thread pool shared by everything that computes in this process. Each thread that calls torch brings its own
+    OpenMP team, and two teams on the same cores make steps ten times slower.
+    """
+
+    def __init__(self, config: VerifierConfig, executor: ThreadPoolExecutor | None = None) -> None:
+        self._config = config
+        self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="verifier")
+        self._owns_executor = executor is None
+        self._runner: TargetRunner | None = None
+
+    async def start(self) -> None:
+        """Loads the target; raises SettingsError when it cannot."""
+        self._runner = await self._compute(lambda: TargetRunner(self._config))
+
+    async def describe(self) -> VerifierInfo:
+        return self._loaded().describe()
+
+    async def verify(self, plan: Plan) -> tuple[list[Verdict], CommittedFeatures | None]:
+        runner = self._loaded()
+        return await self._compute(lambda: runner.verify(plan))
+
+    async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
+        runner = self._loaded()
+        return await self._compute(lambda: runner.measure(num_tokens, context_lens))
+
+    async def stop(self) -> None:
+        self._runner = None
+        if self._owns_executor:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _loaded(self) -> TargetRunner:
+        if self._runner is None:
+            raise VerifierLost("the verifier has not been started")
+        return self._runner
+
+    async def _compute(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)

@@ -1,0 +1,182 @@
+"""Owns the target on its device: loads it, sizes its KV cache, runs verify steps, times them.
+
+Synchronous; verifier/actor.py keeps it off the event loop. Stateless between steps but for the KV tensors: a Plan carries
+everything a step needs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from scheduler.errors import SettingsError
+from scheduler.wire import Extension, Plan, SamplingParams, Verdict, VerifierInfo
+from verifier.acceptance import judge
+from verifier.architecture import Architecture, read_architecture
+from verifier.attention import PagedAttention
+from verifier.batch import FlatBatch, kept_rows, pack
+from verifier.config import VerifierConfig
+from verifier.device import resolve_device, resolve_dtype, set_threads
+from verifier.features import CommittedFeatures
+from verifier.kv import PagedKV, bytes_per_token
+from verifier.model import Decoder
+from verifier.weights import fingerprint, load_target, resolve_model
+
+# Without a memory limit the KV cache holds this many tokens per live request, so that long requests preempt, not fail.
+_DEFAULT_TOKENS_PER_REQUEST = 1024
+_MEASURE_REPEATS = 5
+
+
+class TargetRunner:
+    """Raises SettingsError for a model, device or cache size that cannot work."""
+
+    def __init__(self, config: VerifierConfig) -> None:
+        self.config = config
+        self.num_threads = set_threads(config.num_threads)
+        self.device = resolve_device(config.device)
+        self.dtype = resolve_dtype(config.dtype, self.device)
+        folder = resolve_model(config.model, config.cache_dir)
+        self.arch = read_architecture(folder)
+        self.max_model_len = _max_model_len(config, self.arch)
+        self.capture = _checked_layers(config.capture_layers, self.arch)
+        self.fingerprint = fingerprint(folder)
+        weights = load_target(folder, self.arch, self.dtype, self.device)
+        self.model = Decoder(self.arch, weights, max_len=self.max_model_len, dtype=self.dtype, device=self.device)
+        self.kv = PagedKV(
+            num_layers=self.arch.num_layers,
+            num_blocks=_num_blocks(config, self.kv_bytes_per_token, self.max_model_len),
+            block_size=config.block_size,
+            num_kv_heads=self.arch.num_kv_heads,
+            head_dim=self.arch.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.generator = torch.Generator(self.device)
+        if config.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(config.seed)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return bytes_per_token(self.arch.num_layers, self.arch.num_kv_heads, self.arch.head_dim, self.dtype)
+
+    def describe(self) -> VerifierInfo:
+        return VerifierInfo(
+            num_blocks=self.kv.num_blocks,
+            block_size=self.kv.block_size,
+            max_model_len=self.max_model_len,
+            vocab_size=self.arch.vocab_size,
+            target_layer_ids=self.capture,
+            device=str(self.device),
+            dtype=str(self.dtype).removeprefix("torch."),
+            fingerprint=self.fingerprint,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+        )
+
+    @torch.inference_mode()
+    def verify(self, plan: Plan) -> tuple[list[Verdict], CommittedFeatures | None]:
+        """One forward over the plan's rows, then acceptance."""
+        if not plan.extensions:
+            return [], None
+        batch = pack(plan, self.kv.block_size, self.device)
+        logits, features = self._forward(batch, capture=plan.capture)
+        judged = {v.request_id: v for v in judge(logits=logits, extensions=batch.sampling, generator=self.generator)}
+        verdicts = [judged.get(e.request_id) or Verdict(e.request_id, 0, ()) for e in plan.extensions]
+        if features is None:
+            return verdicts, None
+        return verdicts, self._committed(batch, features, kept_rows(plan, verdicts))
+
+    def _forward(self, batch: FlatBatch, *, capture: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits of the sampled rows [S, V] and features of all rows [N, m d] (None when not captured)."""
+        attend = PagedAttention(
+            self.kv, batch.slots, batch.spans, num_heads=self.arch.num_heads, dtype=self.dtype
+        )
+        hidden, features = self.model.forward(
+            batch.ids, batch.positions, attend, self.capture if capture else ()
+        )
+        if len(batch.sampled_rows) < len(batch.ids):
+            hidden = hidden.index_select(0, batch.sampled_rows)
+        return self.model.logits(hidden), features
+
+    def _committed(self, batch: FlatBatch, features: torch.Tensor, rows: list[int]) -> CommittedFeatures:
+        if len(rows) == features.shape[0]:
+            return CommittedFeatures(features, batch.slots, batch.positions)
+        index = torch.tensor(rows, device=self.device)
+        return CommittedFeatures(features[index], batch.slots[index], batch.positions[index])
+
+    def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
+        """Median seconds of a whole verify step (forward, head on every row, greedy acceptance) at each context length and
+        token count. Rows are spread over requests of up to 8 tokens, as drafts are. Uses block 0 only."""
+        return [[self._time_step(n, context) for n in num_tokens] for context in context_lens]
+
+    def _time_step(self, num_tokens: int, context_len: int) -> float:
+        plan = synthetic_plan(
+            num_tokens, min(context_len, self.max_model_len - 8), self.kv.block_size, capture=bool(self.capture)
+        )
+        self.verify(plan)
+        seconds = []
+        for _ in range(_MEASURE_REPEATS):
+            begin = time.perf_counter()
+            self.verify(plan)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            seconds.append(time.perf_counter() - begin)
+        return statistics.median(seconds)
+
+
+def synthetic_plan(num_tokens: int, context_len: int, block_size: int, *, capture: bool, per_request: int = 8) -> Plan:
+    """`num_tokens` greedy rows over requests of up to `per_request` rows, each with `context_len` tokens before them."""
+    extensions = []
+    for index, first in enumerate(range(0, num_tokens, per_request)):
+        n = min(per_request, num_tokens - first)
+        extensions.append(
+            Extension(
+                request_id=str(index),
+                start=context_len,
+                token_ids=np.ones(n, dtype=np.int32),
+                num_draft=n - 1,
+                samples=True,
+                block_ids=np.zeros(-(-(context_len + n) // block_size), dtype=np.int32),
+                params=SamplingParams(temperature=0.0),
+                output_index=0,
+            )
+        )
+    return Plan(step=0, extensions=tuple(extensions), capture=capture)
+
+
+def _max_model_len(config: VerifierConfig, arch: Architecture) -> int:
+    if config.max_model_len > arch.max_position_embeddings:
+        raise SettingsError(
+            f"model.max_model_len {config.max_model_len} is more than the model's {arch.max_position_embeddings} positions"
+        )
+    return config.max_model_len or arch.max_position_embeddings
+
+
+def _checked_layers(layers: Sequence[int], arch: Architecture) -> tuple[int, ...]:
+    bad = [i for i in layers if not -1 <= i < arch.num_layers - 1]
+    if bad:
+        raise SettingsError(
+            f"target layer {bad[0]} cannot be captured: the target has layers 0 to {arch.num_layers - 1}, "
+            "the last one is not allowed and -1 is the embedding"
+        )
+    return tuple(layers)
+
+
+def _num_blocks(config: VerifierConfig, token_bytes: int, max_model_len: int) -> int:
+    """Blocks of the cache, block 0 included: as told, else as many as fit kv_cache_bytes, else a default per live request."""
+    size = config.block_size
+    if config.num_blocks:
+        blocks = config.num_blocks
+    elif config.kv_cache_bytes:
+        blocks = config.kv_cache_bytes // (token_bytes * size)
+    else:
+        tokens = config.max_live * min(max_model_len, _DEFAULT_TOKENS_PER_REQUEST)
+        blocks = -(-max(tokens, max_model_len) // size) + 1
+    if blocks < 2:
+        raise SettingsError(f"the KV cache has {blocks} blocks of {size} tokens; raise kv.num_blocks or kv.cache_bytes")
+    return blocks
