@@ -11,6 +11,7 @@ from scheduler.errors import VerifierLost
 from scheduler.wire import Plan, Verdict, VerifierInfo
 from verifier.config import VerifierConfig
 from verifier.features import CommittedFeatures
+from verifier.measure import product_seconds, step_seconds
 from verifier.runner import TargetRunner
 
 T = TypeVar("T")
@@ -42,7 +43,12 @@ class VerifierWorker:
 
     async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
         runner = self._loaded()
-        return await self._compute(lambda: runner.measure(num_tokens, context_lens))
+        return await self._compute(lambda: step_seconds(runner, num_tokens, context_lens))
+
+    async def measure_products(self, num_tokens: Sequence[int]) -> list[float]:
+        """Seconds of a step's matrix products alone: what no step can undercut."""
+        runner = self._loaded()
+        return await self._compute(lambda: product_seconds(runner, num_tokens))
 
     async def stop(self) -> None:
         self._runner = None

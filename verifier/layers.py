@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from verifier import native
 from verifier.architecture import Architecture
 
 # oneDNN's blocked layout is chosen for a row count, but measured here one layout serves 1..512 rows equally well.
@@ -51,12 +52,16 @@ def _can_pack() -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., d], weight [d]. The mean square is taken in float32."""
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    """x [N, d], weight [d]. The mean square is taken in float32."""
+    fused = native.rms_norm(x, weight, eps)
+    return fused if fused is not None else F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """[N, 2 f] (gate, then up) -> silu(gate) * up, [N, f]."""
+    fused = native.swiglu(gate_up)
+    if fused is not None:
+        return fused
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -69,6 +74,8 @@ class Rotary:
         angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
         cos, sin = angles.cos() * scale, angles.sin() * scale
         self.max_len = max_len
+        self.tables = (cos.contiguous(), sin.contiguous())
+        """cos, sin [max_len, hd / 2] float32 on the CPU, for the native kernel."""
         self._cos = torch.cat((cos, cos), dim=-1).to(device, dtype)
         self._sin = torch.cat((-sin, sin), dim=-1).to(device, dtype)
         self._num_rotated = arch.num_heads + arch.num_kv_heads

@@ -1,7 +1,9 @@
 """The target decoder: Llama, Qwen2 and Qwen3, with fused projections and hidden-state taps at any layer.
 
 It computes one flat batch of N tokens. What attention each token has is not its business: it calls `attend(layer, qkv)`,
-which writes keys and values where they belong and returns what the queries see (verifier/attention.py).
+which writes keys and values where they belong and returns what the queries see (verifier/attention.py). An attention whose
+`rotates` is true applies the rotary embedding itself (the native kernel does it while it writes the cache); others get
+rotated projections.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from torch import Tensor
 from verifier.architecture import Architecture
 from verifier.layers import Linear, Rotary, rms_norm, split_heads_norm, swiglu
 
-# (layer, rotated projections [N, H + 2 KV, hd]) -> attention output [N, H * hd]
+# (layer, projections [N, H + 2 KV, hd]) -> attention output [N, H * hd]
 Attend = Callable[[int, Tensor], Tensor]
 
 
@@ -91,9 +93,11 @@ class Decoder:
         """
         hidden = self.embed_tokens.index_select(0, ids)
         taps: dict[int, Tensor] = {-1: hidden} if -1 in capture else {}
-        cos_sin = self.rotary.at(positions)
+        cos_sin = None if getattr(attend, "rotates", False) else self.rotary.at(positions)
         for index, layer in enumerate(self.layers):
-            qkv = self.rotary.rotate(layer.project(hidden), cos_sin)
+            qkv = layer.project(hidden)
+            if cos_sin is not None:
+                qkv = self.rotary.rotate(qkv, cos_sin)
             hidden = layer.finish(hidden, attend(index, qkv))
             if index in capture:
                 taps[index] = hidden

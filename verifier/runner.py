@@ -1,4 +1,4 @@
-"""Owns the target on its device: loads it, sizes its KV cache, runs verify steps, times them.
+"""Owns the target on its device: loads it, sizes its KV cache, runs verify steps.
 
 Synchronous; verifier/actor.py keeps it off the event loop. Stateless between steps but for the KV tensors: a Plan carries
 everything a step needs.
@@ -6,18 +6,15 @@ everything a step needs.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from scheduler.errors import SettingsError
-from scheduler.wire import Extension, Plan, SamplingParams, Verdict, VerifierInfo
+from scheduler.wire import Plan, Verdict, VerifierInfo
 from verifier.acceptance import judge
 from verifier.architecture import Architecture, read_architecture
-from verifier.attention import PagedAttention
+from verifier.attention import paged_attention
 from verifier.batch import FlatBatch, kept_rows, pack
 from verifier.config import VerifierConfig
 from verifier.device import resolve_device, resolve_dtype, set_threads
@@ -28,7 +25,6 @@ from verifier.weights import fingerprint, load_target, resolve_model
 
 # Without a memory limit the KV cache holds this many tokens per live request, so that long requests preempt, not fail.
 _DEFAULT_TOKENS_PER_REQUEST = 1024
-_MEASURE_REPEATS = 5
 
 
 class TargetRunner:
@@ -93,8 +89,8 @@ class TargetRunner:
 
     def _forward(self, batch: FlatBatch, *, capture: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits of the sampled rows [S, V] and features of all rows [N, m d] (None when not captured)."""
-        attend = PagedAttention(
-            self.kv, batch.slots, batch.spans, num_heads=self.arch.num_heads, dtype=self.dtype
+        attend = paged_attention(
+            self.kv, self.model.rotary, batch.slots, batch.positions, batch.spans, num_heads=self.arch.num_heads
         )
         hidden, features = self.model.forward(
             batch.ids, batch.positions, attend, self.capture if capture else ()
@@ -108,45 +104,6 @@ class TargetRunner:
             return CommittedFeatures(features, batch.slots, batch.positions)
         index = torch.tensor(rows, device=self.device)
         return CommittedFeatures(features[index], batch.slots[index], batch.positions[index])
-
-    def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
-        """Median seconds of a whole verify step (forward, head on every row, greedy acceptance) at each context length and
-        token count. Rows are spread over requests of up to 8 tokens, as drafts are. Uses block 0 only."""
-        return [[self._time_step(n, context) for n in num_tokens] for context in context_lens]
-
-    def _time_step(self, num_tokens: int, context_len: int) -> float:
-        plan = synthetic_plan(
-            num_tokens, min(context_len, self.max_model_len - 8), self.kv.block_size, capture=bool(self.capture)
-        )
-        self.verify(plan)
-        seconds = []
-        for _ in range(_MEASURE_REPEATS):
-            begin = time.perf_counter()
-            self.verify(plan)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            seconds.append(time.perf_counter() - begin)
-        return statistics.median(seconds)
-
-
-def synthetic_plan(num_tokens: int, context_len: int, block_size: int, *, capture: bool, per_request: int = 8) -> Plan:
-    """`num_tokens` greedy rows over requests of up to `per_request` rows, each with `context_len` tokens before them."""
-    extensions = []
-    for index, first in enumerate(range(0, num_tokens, per_request)):
-        n = min(per_request, num_tokens - first)
-        extensions.append(
-            Extension(
-                request_id=str(index),
-                start=context_len,
-                token_ids=np.ones(n, dtype=np.int32),
-                num_draft=n - 1,
-                samples=True,
-                block_ids=np.zeros(-(-(context_len + n) // block_size), dtype=np.int32),
-                params=SamplingParams(temperature=0.0),
-                output_index=0,
-            )
-        )
-    return Plan(step=0, extensions=tuple(extensions), capture=capture)
 
 
 def _max_model_len(config: VerifierConfig, arch: Architecture) -> int:
