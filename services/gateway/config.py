@@ -1,0 +1,23 @@
+"""Settings that one gateway replica owns. Built at the edge (services/settings.py), frozen inside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """max_body_bytes: larger request bodies are refused with 413.
+    keepalive_s: an open stream that is silent this long gets an SSE comment.
+    connect_timeout_s: how long a request waits for a scheduler that restarts before it fails with 503.
+    call_timeout_s: bound of the small calls (cancel, statistics, health).
+    idle_s: a subscription without live requests is closed after this long, so that an old scheduler can drain.
+    speculation_metrics: `off`, `summary` or `detailed` (per-step lists): the `metrics` object of a response.
+    """
+
+    max_body_bytes: int = 8 * 1024 * 1024
+    keepalive_s: float = 10.0
+    connect_timeout_s: float = 30.0
+    call_timeout_s: float = 5.0
+    idle_s: float = 10.0
+    speculation_metrics: str = "summary"

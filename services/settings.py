@@ -1,0 +1,367 @@
+"""The only reader of the environment and of the settings file: one tree, validated once, frozen afterwards.
+
+Order, later wins: defaults, YAML file (or a Serve application's `args`), environment (`DSPARK_GATEWAY__PORT=9000`),
+command-line flags. Unknown keys are refused at every level, and each refusal is one line that names the key and where
+it came from. Builds the frozen settings of the other packages.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings.exceptions import SettingsError as EnvParseError
+
+from drafter.config import DrafterConfig
+from scheduler.config import SchedulerConfig
+from scheduler.errors import SettingsError
+from services.demo import demo_drafter, demo_target
+from services.gateway.config import GatewayConfig
+from verifier.config import VerifierConfig
+
+PREFIX, DELIMITER = "DSPARK_", "__"
+FILE_VARIABLE = "DSPARK_SETTINGS"
+DEMO = "demo"
+DEMO_NAME = "smollm2-135m-instruct"
+
+# What Kubernetes puts into every pod beside a Service whose name begins with "dspark".
+_SERVICE_LINK = re.compile(r"DSPARK_(\w+_)?(SERVICE_(HOST|PORT)|PORT)(_\w+)?")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSettings(_Section):
+    """The target. path: `demo`, a Hugging Face folder, a hub id or a GGUF file. name: as clients call it; empty is
+    derived from the path. max_model_len 0 is the model's own limit. chat_template: a file instead of the model's.
+    """
+
+    path: str = DEMO
+    name: str = ""
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
+    device: str = "auto"
+    max_model_len: int = Field(default=0, ge=0)
+    chat_template: str = ""
+
+
+class DrafterSettings(_Section):
+    """checkpoint: a folder, `ngram`, `none`, or `auto`: the drafter that ships with the demo model, else `ngram`.
+    candidates: size of the sparse proposal; 0 is the whole vocabulary. max_width 0 is the checkpoint's own γ."""
+
+    checkpoint: str = "auto"
+    candidates: int = Field(default=64, ge=0)
+    max_width: int = Field(default=0, ge=0)
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
+    device: str = "auto"
+
+
+class SchedulerSettings(_Section):
+    """See scheduler.config.SchedulerConfig."""
+
+    planner: str = "algorithm1"
+    max_live: int = Field(default=64, ge=1)
+    max_waiting: int = Field(default=256, ge=0)
+    prefill_chunk: int = Field(default=256, ge=1)
+    prefix_cache: bool = True
+    default_timeout_s: float = Field(default=600.0, ge=0)
+    check_integrity: bool = False
+
+    @field_validator("planner", mode="before")
+    @classmethod
+    def _yaml_off(cls, value: Any) -> Any:
+        return yaml_off(value)
+
+    @field_validator("planner")
+    @classmethod
+    def _known_planner(cls, planner: str) -> str:
+        return checked_planner(planner)
+
+
+class KvSettings(_Section):
+    """num_blocks 0 derives it from cache_bytes, and that from the context length times max_live."""
+
+    block_size: int = Field(default=16, ge=1)
+    num_blocks: int = Field(default=0, ge=0)
+    cache_bytes: int = Field(default=0, ge=0)
+
+
+class ResourceSettings(_Section):
+    """What Ray reserves. GPUs may be fractions; null is 1 for each worker where the cluster has GPUs, else 0. In the
+    `colocated` placement the one process that computes gets `verifier_gpus`.
+
+    step_timeout_s: a worker that does not answer one step in this time is taken for dead and restarted.
+    start_timeout_s: how long a worker may take to load.
+    """
+
+    verifier_gpus: float | None = Field(default=None, ge=0)
+    drafter_gpus: float | None = Field(default=None, ge=0)
+    verifier_cpus: float = Field(default=0.5, ge=0)
+    drafter_cpus: float = Field(default=0.5, ge=0)
+    scheduler_cpus: float = Field(default=0.25, ge=0)
+    gateway_cpus: float = Field(default=0.25, ge=0)
+    step_timeout_s: float = Field(default=120.0, gt=0)
+    start_timeout_s: float = Field(default=1800.0, gt=0)
+
+
+class GatewaySettings(_Section):
+    """max_ongoing_requests: of one replica; Serve queues what is above, so it lies above what the engine admits, which
+    answers 429 itself. drain_s: how long a replica that stops may finish its streams. The rest: GatewayConfig."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=1, le=65535)
+    replicas: int = Field(default=1, ge=1)
+    max_ongoing_requests: int = Field(default=1024, ge=1)
+    drain_s: float = Field(default=120.0, ge=0)
+    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
+    keepalive_s: float = Field(default=10.0, gt=0)
+    connect_timeout_s: float = Field(default=30.0, gt=0)
+    call_timeout_s: float = Field(default=5.0, gt=0)
+    idle_s: float = Field(default=10.0, gt=0)
+    speculation_metrics: Literal["off", "summary", "detailed"] = "summary"
+
+    @field_validator("speculation_metrics", mode="before")
+    @classmethod
+    def _yaml_off(cls, value: Any) -> Any:
+        return yaml_off(value)
+
+
+class Settings(BaseSettings):
+    """threads: of each process that computes; 0 is one per usable core. cache_dir: converted weights and cost curves;
+    empty is ~/.cache/dspark. seed: makes the draws of requests that bring no seed repeatable (tests)."""
+
+    model_config = SettingsConfigDict(extra="forbid", frozen=True)
+
+    model: ModelSettings = ModelSettings()
+    drafter: DrafterSettings = DrafterSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    kv: KvSettings = KvSettings()
+    placement: Literal["auto", "split", "colocated"] = "auto"
+    resources: ResourceSettings = ResourceSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    threads: int = Field(default=0, ge=0)
+    cache_dir: str = ""
+    seed: int | None = None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what is passed in: `load_settings` merges the sources, so that each value's origin is known."""
+        return (init_settings,)
+
+    @property
+    def model_name(self) -> str:
+        if self.model.name:
+            return self.model.name
+        if self.model.path == DEMO:
+            return DEMO_NAME
+        path = Path(self.model.path)
+        return path.stem if path.suffix.lower() == ".gguf" else path.name
+
+    @property
+    def cache_path(self) -> Path:
+        return Path(self.cache_dir or "~/.cache/dspark").expanduser()
+
+    def target_path(self) -> str:
+        return str(demo_target()) if self.model.path == DEMO else self.model.path
+
+    def drafter_checkpoint(self) -> str:
+        if self.drafter.checkpoint != "auto":
+            return self.drafter.checkpoint
+        shipped = demo_drafter() if self.model.path == DEMO else None
+        return str(shipped) if shipped is not None else "ngram"
+
+    def scheduler_config(self) -> SchedulerConfig:
+        return SchedulerConfig(**self.scheduler.model_dump())
+
+    def gateway_config(self) -> GatewayConfig:
+        names = GatewayConfig.__dataclass_fields__
+        return GatewayConfig(**{key: value for key, value in self.gateway.model_dump().items() if key in names})
+
+    def verifier_config(self, capture_layers: tuple[int, ...]) -> VerifierConfig:
+        return VerifierConfig(
+            model=self.target_path(),
+            dtype=self.model.dtype,
+            device=self.model.device,
+            capture_layers=capture_layers,
+            block_size=self.kv.block_size,
+            num_blocks=self.kv.num_blocks,
+            kv_cache_bytes=self.kv.cache_bytes,
+            max_model_len=self.model.max_model_len,
+            max_live=self.scheduler.max_live,
+            num_threads=self.threads,
+            cache_dir=self.cache_dir,
+            seed=self.seed,
+        )
+
+    def drafter_config(self, num_blocks: int) -> DrafterConfig:
+        """`num_blocks`: what the verifier found room for; both caches share one block table."""
+        return DrafterConfig(
+            checkpoint=self.drafter_checkpoint(),
+            target=self.target_path(),
+            dtype=self.drafter.dtype,
+            device=self.drafter.device,
+            candidates=self.drafter.candidates,
+            max_width=self.drafter.max_width,
+            num_blocks=num_blocks,
+            block_size=self.kv.block_size,
+            num_threads=self.threads,
+            cache_dir=self.cache_dir,
+            seed=self.seed,
+        )
+
+
+def yaml_off(value: Any) -> Any:
+    """YAML reads a bare `off` as false."""
+    return "off" if value is False else value
+
+
+def checked_planner(planner: str) -> str:
+    """`off`, `algorithm1`, `fixed:k` or `threshold:x`; raises ValueError with the choices."""
+    kind, _, value = planner.partition(":")
+    good = {
+        "off": not value,
+        "algorithm1": not value,
+        "fixed": value.isdigit(),
+        "threshold": bool(re.fullmatch(r"0?\.\d+|0|1|1\.0*|0\.", value)),
+    }
+    if not good.get(kind, False):
+        raise ValueError(f"unknown planner {planner!r}; choose off, algorithm1, fixed:k or threshold:x (0 to 1)")
+    return planner
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """Where values came from, weakest first: the file (or Serve args) and its name, the environment, the flags."""
+
+    base: Mapping[str, Any]
+    base_name: str
+    environment: Mapping[str, Any]
+    flags: Mapping[str, Any]
+
+    def merged(self) -> dict[str, Any]:
+        return _deep_merge(_deep_merge(self.base, self.environment), self.flags)
+
+    def origin(self, keys: tuple[str, ...]) -> str:
+        if _holds(self.flags, keys):
+            return "command line"
+        if _holds(self.environment, keys):
+            return f"environment variable {variable_name(keys)}"
+        return self.base_name
+
+
+def load_settings(
+    file: str | os.PathLike[str] | None = None,
+    *,
+    args: Mapping[str, Any] | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> Settings:
+    """The settings in force. `args` stand in for a file (a Serve application's arguments)."""
+    path = file or (os.environ.get(FILE_VARIABLE) if args is None else None)
+    base = dict(args or {}) if path is None else _read_file(Path(path))
+    base_name = str(path) if path is not None else "application args"
+    _refuse_unknown_variables()
+    sources = _Sources(base, base_name, _read_environment(), flags or {})
+    try:
+        return Settings.model_validate(sources.merged())
+    except ValidationError as error:
+        raise _settings_error(error, sources) from None
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"settings file {path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"settings file {path}: not valid YAML ({' '.join(str(error).split())})") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise SettingsError(f"settings file {path}: must be a mapping of settings, not a {type(loaded).__name__}")
+    return loaded
+
+
+def _read_environment() -> dict[str, Any]:
+    source = EnvSettingsSource(
+        Settings, env_prefix=PREFIX, env_nested_delimiter=DELIMITER, env_parse_none_str="null", env_ignore_empty=True
+    )
+    try:
+        return source()
+    except EnvParseError as error:
+        raise SettingsError(f"environment variables {PREFIX}*: {error}") from None
+
+
+def variable_name(keys: tuple[str, ...]) -> str:
+    return PREFIX + DELIMITER.join(keys).upper()
+
+
+def known_keys(model: type[BaseModel] = Settings, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every key of the tree, sections included."""
+    for name, info in model.model_fields.items():
+        yield (*above, name)
+        section = _section_of(info)
+        if section is not None:
+            yield from known_keys(section, (*above, name))
+
+
+def _section_of(info: FieldInfo) -> type[BaseModel] | None:
+    candidates = (info.annotation, *get_args(info.annotation))
+    return next((kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def _refuse_unknown_variables() -> None:
+    """pydantic-settings passes over variables it does not know; a misspelt one must not be."""
+    known = {variable_name(keys): keys for keys in known_keys()}
+    for name in sorted(os.environ):
+        upper = name.upper()
+        if not upper.startswith(PREFIX) or upper == FILE_VARIABLE or upper in known or _SERVICE_LINK.fullmatch(upper):
+            continue
+        raise SettingsError(f"environment variable {name}: unknown setting{_suggestion(upper, known)}")
+
+
+def _suggestion(wrong: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(wrong, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _settings_error(error: ValidationError, sources: _Sources) -> SettingsError:
+    first = error.errors(include_url=False)[0]
+    keys = tuple(str(part) for part in first["loc"])
+    name, origin = ".".join(keys), sources.origin(keys)
+    if first["type"] == "extra_forbidden":
+        known = {".".join(each): each for each in known_keys()}
+        return SettingsError(f"{name}: unknown key (from {origin}){_suggestion(name, known)}")
+    reason = first["msg"].removeprefix("Value error, ")
+    return SettingsError(f"{name}: {reason}, got {first['input']!r} (from {origin})")
+
+
+def _holds(tree: Mapping[str, Any], keys: tuple[str, ...]) -> bool:
+    for key in keys:
+        if not isinstance(tree, Mapping) or key not in tree:
+            return False
+        tree = tree[key]
+    return True
+
+
+def _deep_merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(under)
+    for key, value in over.items():
+        both = isinstance(merged.get(key), Mapping) and isinstance(value, Mapping)
+        merged[key] = _deep_merge(merged[key], value) if both else value
+    return merged
