@@ -105,7 +105,9 @@ class NativeAttention:
 class TorchAttention:
     """`attend(layer, qkv)` for one step by torch operators, on any device and dtype. Built once per step."""
 
-    def __init__(self, kv: PagedKV, slots: Tensor, spans: Sequence[Span], *, num_heads: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, kv: PagedKV, slots: Tensor, spans: Sequence[Span], *, num_heads: int, dtype: torch.dtype
+    ) -> None:
         self.kv, self.slots = kv, slots
         self.num_heads = num_heads
         self.group = num_heads // kv.num_kv_heads

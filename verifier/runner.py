@@ -92,9 +92,7 @@ class TargetRunner:
         attend = paged_attention(
             self.kv, self.model.rotary, batch.slots, batch.positions, batch.spans, num_heads=self.arch.num_heads
         )
-        hidden, features = self.model.forward(
-            batch.ids, batch.positions, attend, self.capture if capture else ()
-        )
+        hidden, features = self.model.forward(batch.ids, batch.positions, attend, self.capture if capture else ())
         if len(batch.sampled_rows) < len(batch.ids):
             hidden = hidden.index_select(0, batch.sampled_rows)
         return self.model.logits(hidden), features

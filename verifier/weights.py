@@ -129,7 +129,9 @@ def load_tensors(
     wanted = set(files) if only is None else set(only)
     missing = sorted(wanted - set(files))
     if missing:
-        raise SettingsError(f"{folder} lacks the tensor {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
+        raise SettingsError(
+            f"{folder} lacks the tensor {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
+        )
     tensors: dict[str, Tensor] = {}
     for path in sorted({files[name] for name in wanted}):
         try:
