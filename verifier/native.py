@@ -48,10 +48,8 @@ class _Step(ctypes.Structure):
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """The compiled library, or None where this machine cannot build or run it. DSPARK_NATIVE=0 turns it off."""
-    if os.environ.get("DSPARK_NATIVE") == "0" or platform.machine() != "x86_64":
-        return None
-    if not torch.cpu._is_avx512_bf16_supported():
+    """The compiled library, or None where this machine cannot build or run it."""
+    if platform.machine() != "x86_64" or not torch.cpu._is_avx512_bf16_supported():
         return None
     compiler = next((c for c in (os.environ.get("CC"), "cc", "gcc", "clang") if c and shutil.which(c)), None)
     if compiler is None:
