@@ -1,0 +1,134 @@
+"""From a block's hidden states and base logits to tokens, the law each was drawn from, and confidence. Pure.
+
+The walk is sequential: the bias of slot k depends on the token drawn at slot k - 1. Only the K best base logits of a slot
+are candidates, so that the walk scores K tokens and the law sent along has K entries; the law is renormalised over them and
+is exactly what the token was drawn from.
+
+Shapes: R requests, w slots, d hidden, Vd draft vocabulary, K candidates (Vd when all are).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafter.heads import ConfidenceHead, MarkovHead
+from verifier.sampling import SamplingTable, draw
+
+# A row is cut into groups of this many columns: the K largest lie in the K groups with the largest maxima.
+_GROUP = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """token_ids [R, w] target ids; q_ids, q_probs [R, w, K] float32, None when no request draws fresh noise;
+    logits [R, w, K] corrected, before the temperature; confidence_logits [R, w] or None without a confidence head."""
+
+    token_ids: Tensor
+    q_ids: Tensor | None
+    q_probs: Tensor | None
+    logits: tuple[Tensor, ...]
+    confidence_logits: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """logits [R, w, K]: base logits, float32. columns [R, w, K] of the draft vocabulary; None: all of them, in order.
+    token_ids [R, w, K]: target ids; None: the draft vocabulary is the target's and all are candidates."""
+
+    logits: Tensor
+    columns: Tensor | None
+    token_ids: Tensor | None
+
+
+def choose_candidates(base_logits: Tensor, vocabulary: Tensor | None, count: int) -> Candidates:
+    """The `count` best columns of base logits [R, w, Vd] (0: all). vocabulary [Vd]: target ids of the columns."""
+    if count <= 0 or count >= base_logits.shape[-1]:
+        ids = None if vocabulary is None else vocabulary.expand_as(base_logits)
+        return Candidates(base_logits.float(), None, ids)
+    logits, columns = largest(base_logits.flatten(0, 1), count)
+    shape = (*base_logits.shape[:2], count)
+    logits, columns = logits.view(shape), columns.view(shape)
+    return Candidates(logits, columns, columns if vocabulary is None else vocabulary[columns])
+
+
+def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Values (float32) and columns of the `count` largest of each row [B, V], in any order: topk in two short steps."""
+    num_groups = rows.shape[-1] // _GROUP
+    if num_groups <= count:
+        top = rows.float().topk(count, dim=-1, sorted=False)
+        return top.values, top.indices
+    grouped = rows[:, : num_groups * _GROUP].view(len(rows), _GROUP, num_groups)
+    groups = grouped.amax(dim=1).float().topk(count, dim=-1, sorted=False).indices
+    # group g is the columns g, g + num_groups, ...: maxima over the outer dimension are taken in whole vectors
+    steps = torch.arange(0, num_groups * _GROUP, num_groups, device=rows.device)
+    columns = (groups.unsqueeze(-1) + steps).flatten(1)
+    if num_groups * _GROUP < rows.shape[-1]:
+        rest = torch.arange(num_groups * _GROUP, rows.shape[-1], device=rows.device)
+        columns = torch.cat((columns, rest.expand(len(rows), -1)), dim=-1)
+    top = rows.gather(-1, columns).float().topk(count, dim=-1, sorted=False)
+    return top.values, columns.gather(-1, top.indices)
+
+
+def propose(
+    *,
+    hidden: Tensor,
+    candidates: Candidates,
+    anchor_ids: Tensor,
+    markov: MarkovHead | None,
+    confidence: ConfidenceHead | None,
+    table: SamplingTable,
+    output_positions: Tensor,
+    generator: torch.Generator | None,
+) -> Proposal:
+    """Draws w tokens per request, one slot after the other.
+
+    hidden [R, w, d] after the last norm. anchor_ids [R]: the token before slot 0. output_positions [R, w]: the output
+    position that each token would take, which keys the seeded noise.
+    """
+    num_slots = candidates.logits.shape[1]
+    terms = markov.cell.slot_terms(hidden) if markov else None
+    rows = markov.candidate_rows(candidates.columns) if markov and candidates.columns is not None else None
+    tokens: list[Tensor] = []
+    laws: list[Tensor | None] = []
+    corrected: list[Tensor] = []
+    embeddings: list[Tensor] = []
+    previous, state = anchor_ids, None
+    for k in range(num_slots):
+        logits = candidates.logits[:, k]
+        if markov:
+            embedding = markov.embed(previous)
+            mixed, state = markov.cell.step(embedding, None if terms is None else terms[:, k], state)
+            logits = logits + markov.bias(mixed, None if rows is None else rows[:, k])
+            embeddings.append(embedding)
+        ids = None if candidates.token_ids is None else candidates.token_ids[:, k]
+        previous, law = draw(logits, ids, table, output_positions[:, k], generator)
+        tokens.append(previous)
+        laws.append(law)
+        corrected.append(logits)
+    q_ids, q_probs = _sparse_laws(laws, candidates.token_ids)
+    return Proposal(
+        token_ids=torch.stack(tokens, dim=1),
+        q_ids=q_ids,
+        q_probs=q_probs,
+        logits=tuple(corrected),
+        confidence_logits=_confidence(confidence, hidden, embeddings),
+    )
+
+
+def _sparse_laws(laws: list[Tensor | None], token_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    present = [law for law in laws if law is not None]
+    if not present:
+        return None, None
+    q_probs = torch.stack(present, dim=1)
+    if token_ids is None:
+        token_ids = torch.arange(q_probs.shape[-1], device=q_probs.device).expand_as(q_probs)
+    return token_ids, q_probs
+
+
+def _confidence(head: ConfidenceHead | None, hidden: Tensor, embeddings: list[Tensor]) -> Tensor | None:
+    if head is None:
+        return None
+    return head.logits(hidden, torch.stack(embeddings, dim=1) if head.needs_embeddings else None)

@@ -1,0 +1,215 @@
+"""Owns a drafter on its device: loads it, keeps its context cache, drafts, times itself.
+
+Synchronous; drafter/actor.py keeps it off the event loop. Between calls it holds nothing of any request but context rows
+in its cache: an ask carries everything else.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafter.backbone import Backbone, BlockStart
+from drafter.calibration import load_calibration
+from drafter.checkpoint import FOLDERLESS, Checkpoint, load_checkpoint, resolve_checkpoint
+from drafter.config import DrafterConfig
+from drafter.heads import build_heads
+from drafter.ngram import NgramRunner
+from drafter.propose import Proposal, choose_candidates, propose
+from scheduler.errors import SettingsError
+from scheduler.wire import Draft, DraftAsk, DrafterInfo, FloatArray, IntArray, SamplingParams
+from verifier.device import resolve_device, resolve_dtype, set_threads
+from verifier.features import CommittedFeatures
+from verifier.kv import PagedKV
+from verifier.layers import Linear
+from verifier.sampling import SamplingTable
+from verifier.weights import resolve_model
+
+_MEASURED_CONTEXT = 256
+# Context rows that a request's last round committed: one anchor and a few accepted drafts.
+_MEASURED_ROWS = 3
+_MEASURE_REPEATS = 5
+
+
+class Runner(Protocol):
+    """What the actor runs in its thread; scheduler.ports.Drafter without the waiting."""
+
+    def describe(self) -> DrafterInfo: ...
+
+    def propose(self, asks: Sequence[DraftAsk], width: int, features: Sequence[CommittedFeatures]) -> list[Draft]: ...
+
+    def measure(self, num_requests: Sequence[int], widths: Sequence[int]) -> list[list[float]]: ...
+
+
+def build_runner(config: DrafterConfig) -> Runner:
+    """Raises SettingsError for a checkpoint, device or cache size that cannot work."""
+    if config.max_width < 0:
+        raise SettingsError(f"drafter.max_width must be 0 (the checkpoint's) or more, not {config.max_width}")
+    if config.checkpoint == "ngram":
+        return NgramRunner(config.max_width)
+    if config.checkpoint in FOLDERLESS:
+        raise SettingsError(f"drafter.checkpoint: {config.checkpoint!r} drafts nothing, so it has no worker")
+    return DraftRunner(config)
+
+
+class DraftRunner:
+    """A DSpark or DFlash drafter with its context cache, which shares the block table of the target's."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        if config.candidates < 0:
+            raise SettingsError(
+                f"drafter.candidates must be 0 (the whole draft vocabulary) or more, not {config.candidates}"
+            )
+        if config.num_blocks < 2:
+            raise SettingsError(
+                f"the drafter's cache has {config.num_blocks} blocks; give it as many as the verifier's has"
+            )
+        self.config = config
+        set_threads(config.num_threads)
+        self.device = resolve_device(config.device)
+        self.dtype = resolve_dtype(config.dtype, self.device)
+        folder = resolve_checkpoint(config.checkpoint, config.cache_dir)
+        checkpoint = load_checkpoint(folder, resolve_model(config.target, config.cache_dir), self.dtype, self.device)
+        self.arch, self.fingerprint = checkpoint.arch, checkpoint.fingerprint
+        self.calibration = load_calibration(folder, self.arch.block_size, self.fingerprint)
+        self.width = min(self.arch.block_size, config.max_width or self.arch.block_size)
+        self.backbone = self._build_backbone(checkpoint)
+        self.lm_head = Linear(checkpoint.tensors["lm_head.weight"])
+        self.vocabulary = checkpoint.draft_vocab_ids
+        self.markov, self.confidence = build_heads(checkpoint)
+        self.generator = torch.Generator(self.device)
+        if config.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(config.seed)
+
+    def _build_backbone(self, checkpoint: Checkpoint) -> Backbone:
+        decoder = checkpoint.arch.decoder
+        pool = PagedKV(
+            num_layers=decoder.num_layers,
+            num_blocks=self.config.num_blocks,
+            block_size=self.config.block_size,
+            num_kv_heads=decoder.num_kv_heads,
+            head_dim=decoder.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        # no request is longer than the cache, so the tables need not be
+        longest = self.config.num_blocks * self.config.block_size + self.arch.block_size
+        max_len = min(decoder.max_position_embeddings, longest)
+        return Backbone(checkpoint, pool, max_len=max_len, dtype=self.dtype, device=self.device)
+
+    def describe(self) -> DrafterInfo:
+        return DrafterInfo(
+            kind=self.arch.kind,
+            width=self.width,
+            variable_width=self.arch.variable_block,
+            has_confidence=self.confidence is not None,
+            max_len=self.max_start,
+            target_layer_ids=self.arch.target_layer_ids,
+            fingerprint=self.fingerprint,
+        )
+
+    @property
+    def max_start(self) -> int:
+        """The longest context after which a whole block still has positions."""
+        return self.backbone.max_len - self.arch.block_size
+
+    @torch.inference_mode()
+    def propose(self, asks: Sequence[DraftAsk], width: int, features: Sequence[CommittedFeatures]) -> list[Draft]:
+        """Absorbs `features` in order, then drafts min(width, γ) tokens per ask; none for asks beyond its positions."""
+        for committed in features:
+            self.backbone.absorb(committed)
+        width = min(width, self.width)
+        able = [ask for ask in asks if ask.start <= self.max_start] if width > 0 else []
+        drafted = iter(self._drafts(able, width) if able else ())
+        return [next(drafted) if width > 0 and ask.start <= self.max_start else _empty(ask) for ask in asks]
+
+    def _drafts(self, asks: Sequence[DraftAsk], width: int) -> list[Draft]:
+        params = [ask.params for ask in asks]
+        table = SamplingTable.build(params, self.device)
+        proposal = self._walk(asks, width, table)
+        tokens = _ints(proposal.token_ids)
+        confidence: FloatArray | None = None
+        if proposal.confidence_logits is not None:
+            confidence = self.calibration.apply(_floats(proposal.confidence_logits), params)
+        q_ids = q_probs = None
+        if proposal.q_ids is not None and proposal.q_probs is not None:
+            q_ids, q_probs = _ints(proposal.q_ids), _floats(proposal.q_probs)
+        needs_law = ~(table.greedy | table.seeded)
+        return [
+            Draft(
+                request_id=ask.request_id,
+                token_ids=tokens[row],
+                confidence=None if confidence is None else confidence[row],
+                q_ids=q_ids[row] if q_ids is not None and needs_law[row] else None,
+                q_probs=q_probs[row] if q_probs is not None and needs_law[row] else None,
+            )
+            for row, ask in enumerate(asks)
+        ]
+
+    def _walk(self, asks: Sequence[DraftAsk], width: int, table: SamplingTable) -> Proposal:
+        """Backbone, base logits and the sequential walk for requests that all draft `width` tokens."""
+        # a drafter trained on whole blocks runs whole blocks, whatever is used of them
+        num_slots = width if self.arch.variable_block else self.arch.block_size
+        starts = [BlockStart(ask.anchor_id, ask.start, ask.block_ids) for ask in asks]
+        hidden = self.backbone.forward(starts, num_slots)[:, :width]
+        base = self.lm_head(hidden.reshape(len(asks) * width, -1)).view(len(asks), width, -1)
+        first = np.array([ask.output_index for ask in asks], dtype=np.int64)
+        anchors = np.array([ask.anchor_id for ask in asks], dtype=np.int64)
+        return propose(
+            hidden=hidden,
+            candidates=choose_candidates(base, self.vocabulary, self.config.candidates),
+            anchor_ids=torch.from_numpy(anchors).to(self.device),
+            markov=self.markov,
+            confidence=self.confidence,
+            table=table,
+            output_positions=torch.from_numpy(first[:, None] + np.arange(width)).to(self.device),
+            generator=self.generator,
+        )
+
+    def measure(self, num_requests: Sequence[int], widths: Sequence[int]) -> list[list[float]]:
+        """Median seconds of a whole propose, absorbing included, by request count and width. Uses block 0 only."""
+        return [[self._time(n, width) for width in widths] for n in num_requests]
+
+    def _time(self, num_requests: int, width: int) -> float:
+        context = max(0, min(_MEASURED_CONTEXT, self.max_start))
+        blocks = np.zeros(-(-max(context, 1) // self.config.block_size), dtype=np.int32)
+        asks = [
+            DraftAsk(str(i), 0, context, blocks, SamplingParams(temperature=1.0), output_index=0)
+            for i in range(num_requests)
+        ]
+        features = [self._synthetic_features(_MEASURED_ROWS * num_requests)]
+        self.propose(asks, width, features)
+        seconds = []
+        for _ in range(_MEASURE_REPEATS):
+            begin = time.perf_counter()
+            self.propose(asks, width, features)
+            seconds.append(time.perf_counter() - begin)
+        return statistics.median(seconds)
+
+    def _synthetic_features(self, num_rows: int) -> CommittedFeatures:
+        size = len(self.arch.target_layer_ids) * self.arch.decoder.hidden_size
+        return CommittedFeatures(
+            features=torch.zeros(num_rows, size, dtype=self.dtype, device=self.device),
+            slots=torch.arange(num_rows, device=self.device) % self.config.block_size,
+            positions=torch.zeros(num_rows, dtype=torch.int64, device=self.device),
+        )
+
+
+def _ints(tensor: Tensor) -> IntArray:
+    return tensor.cpu().numpy().astype(np.int32)
+
+
+def _floats(tensor: Tensor) -> FloatArray:
+    return tensor.cpu().numpy()
+
+
+def _empty(ask: DraftAsk) -> Draft:
+    return Draft(ask.request_id, np.zeros(0, dtype=np.int32), None)
