@@ -140,6 +140,73 @@ INLINE void locate(const Step *s, const bf16 *qkv, const bf16 *pool, const int32
     }
 }
 
+/* One tile of keys for `n` queries (a constant, so that their independent sums fill the pipeline): scores, running softmax, values. */
+typedef struct {
+    __m512 acc[MAX_QUERIES][MAX_HEAD_DIM / 16], sums[MAX_QUERIES];
+    float top[MAX_QUERIES];
+    const bf16 *query[MAX_QUERIES];
+    int64_t visible[MAX_QUERIES];
+} Queries;
+
+INLINE void attend_tile(Queries *qs, int64_t q0, const int n, int64_t first, const __m512i (*kt)[MAX_HEAD_DIM / 2],
+                        const __m512i (*vt)[MAX_HEAD_DIM / 16], __m512 scale, const int hd) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 lowest = _mm512_set1_ps(-INFINITY);
+    __m512 left[2], right[2];
+    int32_t weights[2][TILE / 2] __attribute__((aligned(64)));
+    {
+        __m512 s[2][4];
+        for (int q = 0; q < n; q++)
+            for (int i = 0; i < 4; i++) s[q][i] = _mm512_setzero_ps();
+        for (int p = 0; p < hd / 2; p += 2)
+            for (int q = 0; q < n; q++) {
+                const int32_t *pairs = (const int32_t *)qs->query[q0 + q];
+                __m512bh a = (__m512bh)_mm512_set1_epi32(pairs[p]), b = (__m512bh)_mm512_set1_epi32(pairs[p + 1]);
+                s[q][0] = _mm512_dpbf16_ps(s[q][0], (__m512bh)kt[0][p], a);
+                s[q][1] = _mm512_dpbf16_ps(s[q][1], (__m512bh)kt[1][p], a);
+                s[q][2] = _mm512_dpbf16_ps(s[q][2], (__m512bh)kt[0][p + 1], b);
+                s[q][3] = _mm512_dpbf16_ps(s[q][3], (__m512bh)kt[1][p + 1], b);
+            }
+        for (int q = 0; q < n; q++) {
+            left[q] = _mm512_mul_ps(_mm512_add_ps(s[q][0], s[q][2]), scale);
+            right[q] = _mm512_mul_ps(_mm512_add_ps(s[q][1], s[q][3]), scale);
+        }
+    }
+    for (int q = 0; q < n; q++) {
+        int64_t remain = qs->visible[q0 + q] - first;
+        if (remain < TILE) {
+            __m512i limit = _mm512_set1_epi32((int)remain);
+            left[q] = _mm512_mask_blend_ps(_mm512_cmplt_epi32_mask(lane, limit), lowest, left[q]);
+            __m512i upper = _mm512_add_epi32(lane, _mm512_set1_epi32(16));
+            right[q] = _mm512_mask_blend_ps(_mm512_cmplt_epi32_mask(upper, limit), lowest, right[q]);
+        }
+        float *top = &qs->top[q0 + q];
+        float tile_top = _mm512_reduce_max_ps(_mm512_max_ps(left[q], right[q]));
+        if (tile_top > *top) {
+            __m512 shrink = *top == -INFINITY ? _mm512_setzero_ps() : exp_ps(_mm512_set1_ps(*top - tile_top));
+            *top = tile_top;
+            qs->sums[q0 + q] = _mm512_mul_ps(qs->sums[q0 + q], shrink);
+            for (int i = 0; i < hd / 16; i++) qs->acc[q0 + q][i] = _mm512_mul_ps(qs->acc[q0 + q][i], shrink);
+        }
+        /* exp_ps clamps, so that a masked score of -inf becomes 1e-38 at most: rounded away in the sum and in bfloat16 */
+        __m512 peak = _mm512_set1_ps(*top);
+        left[q] = exp_ps(_mm512_sub_ps(left[q], peak));
+        right[q] = exp_ps(_mm512_sub_ps(right[q], peak));
+        qs->sums[q0 + q] = _mm512_add_ps(qs->sums[q0 + q], _mm512_add_ps(left[q], right[q]));
+        _mm512_store_si512(weights[q], (__m512i)_mm512_cvtne2ps_pbh(right[q], left[q]));
+    }
+    __m512 acc[2][MAX_HEAD_DIM / 16];
+    for (int q = 0; q < n; q++)
+        for (int i = 0; i < hd / 16; i++) acc[q][i] = qs->acc[q0 + q][i];
+    for (int j = 0; j < TILE / 2; j++)
+        for (int q = 0; q < n; q++) {
+            __m512bh w = (__m512bh)_mm512_set1_epi32(weights[q][j]);
+            for (int i = 0; i < hd / 16; i++) acc[q][i] = _mm512_dpbf16_ps(acc[q][i], (__m512bh)vt[j][i], w);
+        }
+    for (int q = 0; q < n; q++)
+        for (int i = 0; i < hd / 16; i++) qs->acc[q0 + q][i] = acc[q][i];
+}
+
 /* Rows of one request against one key head, all query heads of its group, flash style over tiles of keys. */
 INLINE void attend_item(const Step *s, const bf16 *qkv, const bf16 *pool, bf16 *out, int64_t row0, int64_t rows, int64_t kv_head,
                         const int hd) {
@@ -148,21 +215,17 @@ INLINE void attend_item(const Step *s, const bf16 *qkv, const bf16 *pool, bf16 *
     const int64_t cached = s->limits[row0 + rows - 1], total = cached + s->extra;
     const int32_t *table = s->tables + (int64_t)s->row_tables[row0] * s->table_stride;
     const int64_t extra_first = s->extra ? s->extra_first[row0] : 0;
-    __m512 acc[MAX_QUERIES][MAX_HEAD_DIM / 16];
-    float top[MAX_QUERIES];
-    __m512 sums[MAX_QUERIES];
-    const bf16 *query[MAX_QUERIES];
-    int64_t visible[MAX_QUERIES];
+    Queries qs;
     for (int64_t q = 0; q < queries; q++) {
         int64_t row = row0 + q / group;
-        query[q] = qkv + row * batch_row + (kv_head * group + q % group) * hd;
-        visible[q] = s->extra ? total : s->limits[row];
-        top[q] = -INFINITY;
-        sums[q] = _mm512_setzero_ps();
-        for (int i = 0; i < hd / 16; i++) acc[q][i] = _mm512_setzero_ps();
+        qs.query[q] = qkv + row * batch_row + (kv_head * group + q % group) * hd;
+        qs.visible[q] = s->extra ? total : s->limits[row];
+        qs.top[q] = -INFINITY;
+        qs.sums[q] = _mm512_setzero_ps();
+        for (int i = 0; i < hd / 16; i++) qs.acc[q][i] = _mm512_setzero_ps();
     }
-    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512 scale = _mm512_set1_ps(s->scale), lowest = _mm512_set1_ps(-INFINITY);
+    const __m512 scale = _mm512_set1_ps(s->scale);
+    int64_t q0 = 0;
     for (int64_t first = 0; first < total; first += TILE) {
         const bf16 *keys[TILE], *values[TILE];
         __m512i kt[2][MAX_HEAD_DIM / 2], vt[TILE / 2][MAX_HEAD_DIM / 16];
@@ -175,52 +238,20 @@ INLINE void attend_item(const Step *s, const bf16 *qkv, const bf16 *pool, bf16 *
                 vt[j][2 * i] = _mm512_unpacklo_epi16(v0, v1);
                 vt[j][2 * i + 1] = _mm512_unpackhi_epi16(v0, v1);
             }
-        for (int64_t q = 0; q < queries; q++) {
-            if (visible[q] <= first) continue;
-            const int32_t *pairs = (const int32_t *)query[q];
-            __m512 s0 = _mm512_setzero_ps(), s1 = s0, s2 = s0, s3 = s0;
-            for (int p = 0; p < hd / 2; p += 2) {
-                __m512bh q0 = (__m512bh)_mm512_set1_epi32(pairs[p]), q1 = (__m512bh)_mm512_set1_epi32(pairs[p + 1]);
-                s0 = _mm512_dpbf16_ps(s0, (__m512bh)kt[0][p], q0);
-                s1 = _mm512_dpbf16_ps(s1, (__m512bh)kt[1][p], q0);
-                s2 = _mm512_dpbf16_ps(s2, (__m512bh)kt[0][p + 1], q1);
-                s3 = _mm512_dpbf16_ps(s3, (__m512bh)kt[1][p + 1], q1);
-            }
-            __m512 left = _mm512_mul_ps(_mm512_add_ps(s0, s2), scale), right = _mm512_mul_ps(_mm512_add_ps(s1, s3), scale);
-            int64_t remain = visible[q] - first;
-            if (remain < TILE) {
-                __m512i n = _mm512_set1_epi32((int)remain);
-                left = _mm512_mask_blend_ps(_mm512_cmplt_epi32_mask(lane, n), lowest, left);
-                right = _mm512_mask_blend_ps(_mm512_cmplt_epi32_mask(_mm512_add_epi32(lane, _mm512_set1_epi32(16)), n), lowest, right);
-            }
-            float tile_top = _mm512_reduce_max_ps(_mm512_max_ps(left, right));
-            if (tile_top > top[q]) {
-                __m512 shrink = exp_ps(_mm512_set1_ps(top[q] - tile_top));
-                if (top[q] == -INFINITY) shrink = _mm512_setzero_ps();
-                top[q] = tile_top;
-                sums[q] = _mm512_mul_ps(sums[q], shrink);
-                for (int i = 0; i < hd / 16; i++) acc[q][i] = _mm512_mul_ps(acc[q][i], shrink);
-            }
-            __m512 peak = _mm512_set1_ps(top[q]);
-            left = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(left, lowest, _CMP_GT_OQ), exp_ps(_mm512_sub_ps(left, peak)));
-            right = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(right, lowest, _CMP_GT_OQ), exp_ps(_mm512_sub_ps(right, peak)));
-            sums[q] = _mm512_add_ps(sums[q], _mm512_add_ps(left, right));
-            int32_t weights[TILE / 2] __attribute__((aligned(64)));
-            _mm512_store_si512(weights, (__m512i)_mm512_cvtne2ps_pbh(right, left));
-            for (int j = 0; j < TILE / 2; j++) {
-                __m512bh w = (__m512bh)_mm512_set1_epi32(weights[j]);
-                for (int i = 0; i < hd / 16; i++) acc[q][i] = _mm512_dpbf16_ps(acc[q][i], (__m512bh)vt[j][i], w);
-            }
-        }
+        /* rows see ever more, so whoever saw nothing of this tile sees nothing of the next ones */
+        while (q0 < queries && qs.visible[q0] <= first) q0++;
+        int64_t q = q0;
+        for (; q + 2 <= queries; q += 2) attend_tile(&qs, q, 2, first, kt, vt, scale, hd);
+        if (q < queries) attend_tile(&qs, q, 1, first, kt, vt, scale, hd);
     }
     /* unpacklo/hi left each 32 columns as (0-3 8-11 16-19 24-27) and (4-7 12-15 20-23 28-31) */
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
     for (int64_t q = 0; q < queries; q++) {
         bf16 *to = out + (row0 + q / group) * s->num_heads * hd + (kv_head * group + q % group) * hd;
-        __m512 norm = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(sums[q]));
+        __m512 norm = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(qs.sums[q]));
         for (int i = 0; i < hd / 32; i++) {
-            __m512 a = _mm512_mul_ps(acc[q][2 * i], norm), b = _mm512_mul_ps(acc[q][2 * i + 1], norm);
+            __m512 a = _mm512_mul_ps(qs.acc[q][2 * i], norm), b = _mm512_mul_ps(qs.acc[q][2 * i + 1], norm);
             narrow(to + 32 * i, _mm512_permutex2var_ps(a, low, b));
             narrow(to + 32 * i + 16, _mm512_permutex2var_ps(a, high, b));
         }
