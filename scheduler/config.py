@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scheduler.admit import parse_planner
+from scheduler.errors import SettingsError
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -12,6 +15,9 @@ class SchedulerConfig:
     max_live: requests that hold KV blocks at once. max_waiting: queue length beyond which requests are refused.
     prefill_chunk: most prompt tokens computed in one step, over all requests.
     default_timeout_s: deadline of requests that bring none; 0 is none.
+    worker_timeout_s: a draft or verify call that takes longer counts as a lost worker.
+    recover_timeout_s: how long requests wait for a lost verifier before they fail.
+    stall_timeout_s: without a completed step for so long while work is queued, the health check fails.
     """
 
     planner: str = "algorithm1"
@@ -21,3 +27,26 @@ class SchedulerConfig:
     prefix_cache: bool = True
     default_timeout_s: float = 600.0
     check_integrity: bool = False
+    worker_timeout_s: float = 120.0
+    recover_timeout_s: float = 120.0
+    stall_timeout_s: float = 300.0
+
+
+_LEAST = {
+    "max_live": 1,
+    "max_waiting": 0,
+    "prefill_chunk": 1,
+    "default_timeout_s": 0,
+    "worker_timeout_s": 1,
+    "recover_timeout_s": 0,
+    "stall_timeout_s": 1,
+}
+
+
+def check_config(config: SchedulerConfig) -> None:
+    """Raises SettingsError naming the first setting that cannot work."""
+    parse_planner(config.planner)
+    for name, least in _LEAST.items():
+        value = getattr(config, name)
+        if not value >= least:
+            raise SettingsError(f"scheduler.{name} is {value} and must be at least {least}")

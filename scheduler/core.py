@@ -1,0 +1,360 @@
+"""PrefixScheduler: the whole state of serving, advanced by values. No clock, no awaiting, no ports.
+
+A step is choose_drafts -> (the drafter) -> plan -> (the verifier) -> apply, and only `apply` advances a request. residency.py
+decides whose known tokens are computed, drafting.py who drafts and how much is verified, commit.py what a token does.
+
+Drafter epochs: a request may draft, and its blocks may be cached, only if the drafter saw all its rows. Each loss and each return
+of the drafter begins a new epoch with an empty cache; a request admitted in another epoch decodes plainly to its end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Iterable, Sequence
+
+from scheduler.admit import parse_planner
+from scheduler.commit import commit_all
+from scheduler.config import SchedulerConfig, check_config
+from scheduler.drafting import DraftCall, Drafting, Proposal
+from scheduler.errors import (
+    BadParams,
+    DeadlineExceeded,
+    InternalFault,
+    Rejected,
+    ServingError,
+    TooLong,
+    VerifierLost,
+)
+from scheduler.live import Live, new_live
+from scheduler.residency import Residency
+from scheduler.stats import Ledger, StepStats
+from scheduler.step import Outcome, PendingStep, Share, check_verdict, delta_of, extension_of, load_of
+from scheduler.tables import BlockTables
+from scheduler.throughput import CostCurve
+from scheduler.wire import Delta, Draft, DrafterInfo, FinishReason, Plan, Request, Verdict, VerifierInfo
+
+logger = logging.getLogger(__name__)
+
+
+class PrefixScheduler:
+    """Raises SettingsError for settings that cannot work."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        verifier: VerifierInfo,
+        drafter: DrafterInfo | None = None,
+        curve: CostCurve | None = None,
+    ) -> None:
+        check_config(config)
+        self.config = config
+        self.verifier = verifier
+        self.ledger = Ledger()
+        self.last_step: StepStats | None = None
+        self.drafting = Drafting(parse_planner(config.planner), drafter, curve, config.max_live)
+        self.residency = Residency(config, self._new_tables())
+        self._epoch = 0
+        self._num_planned = 0
+        self._num_applied = 0
+        self._pending: PendingStep | None = None
+        self._sequence = itertools.count()
+
+    # -- requests come and go ------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.residency.live or self.residency.waiting)
+
+    @property
+    def max_request_tokens(self) -> int:
+        """prompt + max_tokens of the longest request that can be served; the last token needs no KV row."""
+        return min(self.verifier.max_model_len, self.residency.tables.capacity + 1)
+
+    def add(self, request: Request, now: float) -> None:
+        """Queues the request; raises Rejected kinds."""
+        try:
+            self._check_fits(request)
+            if self.residency.get(request.request_id) is not None:
+                raise BadParams(f"request_id {request.request_id!r} is already in use", "request_id")
+            self.residency.add(self._new_live(request, now), now)
+        except Rejected as error:
+            self.ledger.rejected[type(error).__name__] += 1
+            raise
+
+    def cancel(self, request_id: str) -> Delta | None:
+        """Ends the request; its last delta, or None when there is no such request or its step must end first."""
+        live = self.residency.get(request_id)
+        if live is None:
+            return None
+        if self._pending is not None and any(share.live is live for share in self._pending.shares):
+            live.cancelled = True
+            return None
+        return self._end(live, FinishReason.CANCELLED)
+
+    def expire(self, now: float) -> list[Delta]:
+        """Fails every request whose time has run out. Between steps only."""
+        return [
+            self._fail(live, DeadlineExceeded(f"the request did not finish within {now - live.arrival_s:.0f} s"))
+            for live in self.residency.expired(now)
+        ]
+
+    def fail(self, request_ids: Iterable[str], error: ServingError) -> list[Delta]:
+        """Ends these requests with an error and drops the step under way."""
+        self._pending = None
+        lives = [self.residency.get(request_id) for request_id in request_ids]
+        return [self._fail(live, error) for live in lives if live is not None]
+
+    def fail_all(self, error: ServingError) -> list[Delta]:
+        return self.fail([live.request.request_id for live in self.residency.everyone()], error)
+
+    # -- the verbs -----------------------------------------------------------------------------------------------------
+
+    def choose_drafts(self) -> DraftCall:
+        """Who drafts this step, and how wide: the first half of `draft`."""
+        backlog = self.residency.prefill_backlog(self.config.prefill_chunk)
+        return self.drafting.choose(
+            list(self.residency.live.values()), epoch=self._epoch, step=self._num_planned + 1, backlog=backlog
+        )
+
+    def absorbed(self) -> None:
+        """The drafter has written the features of every applied step: their blocks may be shared."""
+        self.residency.tables.cache.horizon = self._num_applied
+
+    def plan(self, drafts: Sequence[Draft], now: float) -> Plan:
+        """The step to verify. Until `apply` or a loss, asking again gives the same plan."""
+        if self._pending is None:
+            self._pending = self._make_step(drafts, now)
+        return self._pending.plan
+
+    def apply(self, verdicts: Sequence[Verdict], now: float) -> list[Delta]:
+        """Advances every request of the plan; at most one delta each. Raises InternalFault for verdicts of another plan."""
+        pending = self._pending
+        if pending is None:
+            raise InternalFault("apply without a plan")
+        if [v.request_id for v in verdicts] != [e.request_id for e in pending.plan.extensions]:
+            raise InternalFault("the verdicts are not those of the plan")
+        self._pending = None
+        self._num_applied = pending.plan.step
+        self._observe(pending, verdicts)
+        outcome = Outcome()
+        deltas = [
+            delta
+            for share, verdict in zip(pending.shares, verdicts, strict=True)
+            if (delta := self._advance(share, verdict, outcome, pending.plan.step, now)) is not None
+        ]
+        self.last_step = self._step_stats(pending, outcome)
+        return deltas
+
+    # -- workers come and go -------------------------------------------------------------------------------------------
+
+    def drafter_lost(self) -> None:
+        self.ledger.num_drafter_losses += 1
+        self.drafting.disconnect()
+        self._new_epoch()
+
+    def drafter_back(self, info: DrafterInfo) -> None:
+        """Requests admitted from now on draft again; what was computed meanwhile lacks the drafter's context."""
+        self.drafting.connect(info)
+        self._new_epoch()
+
+    def verifier_lost(self) -> list[Delta]:
+        """No KV row can be relied on: everyone will be recomputed. Returns the endings of requests cancelled mid-step."""
+        self.ledger.num_verifier_losses += 1
+        self._pending = None
+        self.residency.evict_all()
+        self._new_epoch()
+        cancelled = [live for live in self.residency.everyone() if live.cancelled]
+        return [self._end(live, FinishReason.CANCELLED) for live in cancelled]
+
+    def verifier_back(self, info: VerifierInfo) -> list[Delta]:
+        """After `verifier_lost`: what it is now may differ. Returns the endings of requests it cannot serve any more."""
+        other_model = (info.fingerprint, info.vocab_size) != (self.verifier.fingerprint, self.verifier.vocab_size)
+        self.verifier = info
+        self.residency.abandon(self._new_tables())
+        for live in self.residency.waiting:
+            live.resize_table(info.block_size)
+        if other_model:
+            return self.fail_all(VerifierLost("the target came back as another model"))
+        too_long = [r for r in self.residency.everyone() if len(r.token_ids) > self.max_request_tokens]
+        return [self._fail(live, VerifierLost("the target came back with too little memory")) for live in too_long]
+
+    def reset(self, error: ServingError) -> list[Delta]:
+        """After a fault of our own: residents fail, and the books are begun anew, for they may be what is wrong.
+
+        With no resident it was the next in line that could not be served, and it fails.
+        """
+        self._pending = None
+        suspects = self.residency.abandon(self._new_tables())
+        if not suspects and self.residency.waiting.head is not None:
+            suspects = [self.residency.waiting.head]
+        self._new_epoch()
+        return [self._fail(live, error) for live in suspects]
+
+    def drop_plan(self) -> None:
+        """The plan was not verified; its requests stay as they were."""
+        self._pending = None
+
+    def check_integrity(self) -> None:
+        """Raises InternalFault where the books do not add up."""
+        self.residency.check_integrity()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _new_tables(self) -> BlockTables:
+        return BlockTables(self.verifier.num_blocks, self.verifier.block_size, cached=self.config.prefix_cache)
+
+    def _new_epoch(self) -> None:
+        self._epoch += 1
+        self.residency.tables.cache.clear()
+
+    def _check_fits(self, request: Request) -> None:
+        prompt, wanted = len(request.prompt_ids), request.params.max_tokens
+        if prompt + wanted > self.max_request_tokens:
+            what = "context" if self.verifier.max_model_len <= self.max_request_tokens else "KV cache"
+            raise TooLong(
+                f"the prompt has {prompt} tokens and max_tokens is {wanted}: together {prompt + wanted}, "
+                f"and the {what} holds {self.max_request_tokens}; shorten one of them"
+            )
+
+    def _new_live(self, request: Request, now: float) -> Live:
+        timeout_s = self.config.default_timeout_s or math.inf if request.timeout_s is None else request.timeout_s
+        return new_live(
+            request,
+            sequence=next(self._sequence),
+            now=now,
+            deadline_s=now + timeout_s,
+            block_size=self.verifier.block_size,
+        )
+
+    def _make_step(self, drafts: Sequence[Draft], now: float) -> PendingStep:
+        schedule = self.residency.schedule(now)
+        self.ledger.num_preemptions += schedule.num_preempted
+        self._num_planned += 1
+        for live in schedule.admitted:
+            self._welcome(live, now)
+        shares = [Share(live, n, samples=live.lag == n, is_round=live.decodes) for live, n in schedule.chunks]
+        load = load_of(shares)
+        proposals = self._attach(shares, drafts)
+        self.drafting.admit(proposals, load)
+        plan = Plan(
+            step=self._num_planned,
+            extensions=tuple(extension_of(share) for share in shares),
+            capture=self.drafting.captures,
+        )
+        num_drafts = sum(p.num_admitted for p in proposals)
+        return PendingStep(plan, shares, self.drafting.predicted_s(load, num_drafts) if shares else None)
+
+    def _welcome(self, live: Live, now: float) -> None:
+        live.epoch = self._epoch
+        self.drafting.welcome(live, self._num_planned)
+        if live.admitted_s is None:
+            live.admitted_s = now
+            live.cached_tokens = live.num_computed
+            self.ledger.num_admitted += 1
+            self.ledger.queue_s += now - live.arrival_s
+            self.ledger.prefix_query_tokens += live.num_prompt
+            self.ledger.prefix_hit_tokens += live.cached_tokens
+
+    def _attach(self, shares: Sequence[Share], drafts: Sequence[Draft]) -> list[Proposal]:
+        """Gives the shares their drafts. Room is taken for all of a draft, oldest request first, before any confidence is
+        looked at: cutting by room what a confidence has chosen would let one token's fate hang on the token."""
+        by_id = {draft.request_id: draft for draft in drafts}
+        proposals = []
+        for share in shares:
+            draft = by_id.get(share.live.request.request_id)
+            if draft is not None and share.is_round:
+                share.proposal = self.drafting.propose(share.live, draft, self._cap(share.live, draft))
+                if share.proposal is not None:
+                    proposals.append(share.proposal)
+        return proposals
+
+    def _cap(self, live: Live, draft: Draft) -> int:
+        """How many tokens of the draft may be verified: the last output token is the target's own, and rows need room."""
+        cap = min(len(draft.token_ids), live.num_remaining - 1)
+        while cap > 0 and not self.residency.tables.grow(live, live.num_known + cap):
+            cap -= 1
+        return cap
+
+    def _advance(self, share: Share, verdict: Verdict, outcome: Outcome, stamp: int, now: float) -> Delta | None:
+        live = share.live
+        if live.cancelled:
+            return self._end(live, FinishReason.CANCELLED)
+        try:
+            check_verdict(share, verdict, self.verifier.vocab_size)
+            committed, reason = self._commit(share, verdict, stamp, now)
+        except Exception as error:
+            logger.exception("request %s failed in apply", live.request.request_id)
+            return self._fail(live, InternalFault(str(error)))
+        if not share.samples:
+            return None
+        num_accepted = min(verdict.num_accepted, len(committed))
+        outcome.num_emitted += len(committed)
+        if share.is_round:
+            outcome.verified.append(share.num_draft)
+            outcome.accepted.append(num_accepted)
+            outcome.num_round_tokens += len(committed)
+        if reason is not None:
+            return self._end(live, reason, share=share, committed=committed, num_accepted=num_accepted)
+        return delta_of(share, committed, num_accepted)
+
+    def _commit(
+        self, share: Share, verdict: Verdict, stamp: int, now: float
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Rows first, then tokens: after a stop inside the accepted block the rows past it do not count."""
+        live = share.live
+        num_computed = live.num_computed + share.num_tokens + verdict.num_accepted
+        committed, reason = commit_all(live, verdict.token_ids)
+        live.num_computed = min(num_computed, live.num_known)
+        if committed and live.first_token_s is None:
+            live.first_token_s = now
+        if live.epoch == self._epoch:
+            self.residency.tables.publish(live, stamp if self.drafting.captures else 0)
+        return committed, reason
+
+    def _observe(self, pending: PendingStep, verdicts: Sequence[Verdict]) -> None:
+        seen = [
+            (share.proposal, verdict.num_accepted)
+            for share, verdict in zip(pending.shares, verdicts, strict=True)
+            if share.proposal is not None
+        ]
+        self.drafting.observe([p for p, _ in seen], [n for _, n in seen], pending.plan.step)
+
+    def _step_stats(self, pending: PendingStep, outcome: Outcome) -> StepStats:
+        shares = pending.shares
+        return StepStats(
+            step=pending.plan.step,
+            num_tokens=pending.plan.num_tokens,
+            num_prefill_tokens=sum(share.num_tokens for share in shares if not share.is_round),
+            num_rounds=len(outcome.verified),
+            num_drafting=len(self.drafting.call.asks),
+            width=self.drafting.call.width,
+            num_drafted=sum(share.proposal.num_drafted for share in shares if share.proposal is not None),
+            verified_lengths=tuple(outcome.verified),
+            accepted_lengths=tuple(outcome.accepted),
+            num_round_tokens=outcome.num_round_tokens,
+            num_emitted=outcome.num_emitted,
+            gate_shut=self.drafting.shut,
+            predicted_s=pending.predicted_s,
+        )
+
+    def _fail(self, live: Live, error: ServingError) -> Delta:
+        self.ledger.failed[type(error).__name__] += 1
+        return self._end(live, FinishReason.ERROR, error=error)
+
+    def _end(
+        self,
+        live: Live,
+        reason: FinishReason,
+        *,
+        share: Share | None = None,
+        committed: tuple[int, ...] = (),
+        num_accepted: int = 0,
+        error: ServingError | None = None,
+    ) -> Delta:
+        """The one place where a request leaves, with its last delta."""
+        self.ledger.finished[reason] += 1
+        delta = delta_of(share, committed, num_accepted, live=live, reason=reason, error=error)
+        self.residency.remove(live)
+        return delta

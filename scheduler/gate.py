@@ -1,0 +1,136 @@
+"""Draft or not: which requests draft this step, and how many tokens, decided before drafting from past rounds alone.
+
+A draft costs something whatever becomes of it, so the planner's objective is asked in advance: expected tokens per second over
+(requests that draft, width), with estimated survivals cut as Algorithm 1 would cut them. Must not know requests or blocks.
+
+Who is shut out would never be heard of again; a probe lets one of them draft now and then. Probes are spaced so that they cost
+about 1 % at most, and further apart while they fail.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.admit import Lengths, Probabilities, Seconds
+
+PROBE_SHARE = 0.008
+_LONGEST_STRETCH = 4.0
+_LONGEST_INTERVAL = 2048
+_NO_PROBE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """rows: indices of the candidates that draft, ascending. probe: the row among the candidates that drafts only to be
+    heard of, or -1. shut: nobody drafts because it does not pay."""
+
+    rows: npt.NDArray[np.int64]
+    width: int
+    probe: int = _NO_PROBE
+    shut: bool = False
+
+
+class DraftGate:
+    """Holds when the next probe is due; everything else comes in as arguments. `step` is the caller's step number."""
+
+    def __init__(self, width: int, *, variable_width: bool) -> None:
+        """width: most tokens per draft; variable_width: fewer may be asked for, and cost less."""
+        self._width = width
+        self._widths = np.arange(1, width + 1) if variable_width else np.array([width])
+        self._interval = 1.0
+        self._next_probe = 0
+
+    def choose(
+        self,
+        *,
+        step: int,
+        survival: Probabilities,
+        idle_steps: npt.NDArray[np.int64],
+        num_sampling: int,
+        verify_seconds: Seconds,
+        draft_seconds: Seconds,
+    ) -> Choice:
+        """survival: [R, width] expected survival of each candidate's drafts, 0 where they cannot go.
+
+        idle_steps: [R] steps since each drafted. num_sampling: requests that get a token this step. verify_seconds:
+        [R * width + 1] seconds with that many draft tokens. draft_seconds: [> R, > width] seconds of a draft, by table.
+        """
+        ranking = np.argsort(-survival.sum(axis=1), kind="stable")
+        counts, widths = self._options(len(survival))
+        rates = _throughput(survival[ranking], counts, widths, num_sampling, verify_seconds, draft_seconds)
+        best = int(rates.argmax())
+        if rates[best] > num_sampling / verify_seconds[0]:
+            rows, width = np.sort(ranking[: counts[best]]), int(widths[best])
+        else:
+            rows, width = ranking[:0], 0
+        choice = Choice(rows, width, shut=width == 0)
+        if step >= self._next_probe:
+            choice = self._with_probe(choice, step, idle_steps, verify_seconds, draft_seconds)
+        return choice
+
+    def probed(self, step: int, *, success: bool) -> None:
+        """What a probe found: one that succeeds is soon repeated, one that fails is put off."""
+        if success:
+            self._next_probe = min(self._next_probe, step + 1 + int(self._interval) // 3)
+            self._interval = max(1.0, self._interval / 2)
+        else:
+            self._interval = min(2 * self._interval, _LONGEST_INTERVAL)
+
+    def _options(self, num_requests: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """All pairs of (how many draft, how wide): 1, 2, 4 ... and everyone."""
+        counts = [1 << i for i in range((num_requests - 1).bit_length())] + [num_requests]
+        return np.repeat(counts, len(self._widths)), np.tile(self._widths, len(counts))
+
+    def _with_probe(
+        self,
+        choice: Choice,
+        step: int,
+        idle_steps: npt.NDArray[np.int64],
+        verify_seconds: Seconds,
+        draft_seconds: Seconds,
+    ) -> Choice:
+        """Adds whoever has not drafted for longest, or when nobody is left out the full width, if there is such a thing."""
+        left_out = np.setdiff1d(np.arange(len(idle_steps)), choice.rows)
+        if not len(left_out) and choice.width == self._width:
+            return choice
+        width = choice.width if len(left_out) and choice.width else self._width
+        probe = int(left_out[idle_steps[left_out].argmax()]) if len(left_out) else _NO_PROBE
+        rows = np.sort(np.append(choice.rows, probe)) if len(left_out) else choice.rows
+        more_s = (
+            draft_seconds[len(rows), width]
+            - draft_seconds[len(choice.rows), choice.width]
+            + verify_seconds[min(width, len(verify_seconds) - 1)]
+            - verify_seconds[0]
+        )
+        shortest = max(1.0, float(more_s / verify_seconds[0]) / PROBE_SHARE)
+        self._interval = min(max(self._interval, shortest), _LONGEST_STRETCH * shortest, _LONGEST_INTERVAL)
+        self._next_probe = step + int(self._interval)
+        return Choice(rows, width, probe=probe, shut=choice.shut)
+
+
+def _throughput(
+    survival: Probabilities,
+    counts: Lengths,
+    widths: Lengths,
+    num_sampling: int,
+    verify_seconds: Seconds,
+    draft_seconds: Seconds,
+) -> npt.NDArray[np.float64]:
+    """[C] expected tokens per second when the first counts[c] rows of `survival` draft widths[c] tokens, cut by Algorithm 1."""
+    num_rows, max_width = survival.shape
+    by_position = survival.T.ravel()
+    order = np.argsort(-by_position, kind="stable")
+    drafted = (order % num_rows < counts[:, None]) & (order // num_rows < widths[:, None])
+    drafted &= by_position[order] > 0.0
+    tokens = num_sampling + np.cumsum(by_position[order] * drafted, axis=1)
+    num_verified = np.cumsum(drafted, axis=1)
+    base_s = draft_seconds[counts, widths][:, None]
+    rate = tokens / (verify_seconds[num_verified] + base_s)
+    before = np.concatenate((num_sampling / (verify_seconds[0] + base_s), rate[:, :-1]), axis=1)
+    stops = drafted & (rate <= before)
+    first_stop = np.where(stops.any(axis=1), stops.argmax(axis=1), num_rows * max_width)
+    path = np.concatenate((before[:, :1], rate), axis=1)
+    return path[np.arange(len(counts)), first_stop]

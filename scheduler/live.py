@@ -1,0 +1,122 @@
+"""What is known of one request while it waits and runs: counts, tokens, block table. Must not know other requests.
+
+A request has no phase. `lag` = num_known - num_computed says everything: prefill, prefix hit, decoding and recomputation after
+a preemption differ only in that number, which is at least 1 because the newest token's KV row is never computed yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler.errors import InternalFault
+from scheduler.prefix import ROOT
+from scheduler.wire import DraftAsk, IntArray, Request, Usage
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """token_ids: [num_prompt + max_tokens], the first num_known are valid and never change.
+    block_table: as long as it can ever get, the first num_blocks are valid.
+    num_chained: leading blocks of the table that belong to the prefix cache; `chain` is that prefix's name there.
+    epoch: drafter epoch in which all its rows were captured; another epoch than the current means an incomplete context.
+    cached_tokens: prompt tokens that came from the prefix cache when it was first admitted.
+    slot: its row in the acceptance estimates while it holds blocks.
+    """
+
+    request: Request
+    sequence: int
+    arrival_s: float
+    deadline_s: float
+    token_ids: IntArray
+    block_table: IntArray
+    num_prompt: int
+    num_known: int
+    num_computed: int = 0
+    num_blocks: int = 0
+    num_chained: int = 0
+    chain: int = ROOT
+    epoch: int = -1
+    slot: int = -1
+    cached_tokens: int = 0
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    cancelled: bool = False
+
+    @property
+    def lag(self) -> int:
+        return self.num_known - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        return self.num_known - self.num_prompt
+
+    @property
+    def num_remaining(self) -> int:
+        """Output tokens it may still get."""
+        return len(self.token_ids) - self.num_known
+
+    @property
+    def decodes(self) -> bool:
+        """Its newest token, one that was generated, is the only one without a KV row."""
+        return self.num_known - self.num_computed == 1 and self.num_known > self.num_prompt
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.num_prompt, self.num_output, self.cached_tokens)
+
+    def append(self, token_id: int) -> None:
+        self.token_ids[self.num_known] = token_id
+        self.num_known += 1
+
+    def blocks(self) -> IntArray:
+        """A copy of the valid table: what a plan carries must not change under it."""
+        return self.block_table[: self.num_blocks].copy()
+
+    def ask(self, *, with_tokens: bool) -> DraftAsk:
+        return DraftAsk(
+            request_id=self.request.request_id,
+            anchor_id=int(self.token_ids[self.num_known - 1]),
+            start=self.num_computed,
+            block_ids=self.blocks(),
+            params=self.request.params,
+            output_index=self.num_output,
+            context_ids=self.token_ids[: self.num_known] if with_tokens else None,
+        )
+
+    def forget_rows(self) -> None:
+        """It holds no blocks any more: every row must be computed again, no token is lost."""
+        self.num_computed = self.num_blocks = self.num_chained = 0
+        self.chain = ROOT
+        self.epoch = -1
+
+    def resize_table(self, block_size: int) -> None:
+        """An empty table for blocks of another size."""
+        self.block_table = np.zeros(-(-len(self.token_ids) // block_size), dtype=np.int32)
+
+    def check_integrity(self, block_size: int) -> None:
+        name = self.request.request_id
+        if not 0 <= self.num_computed < self.num_known <= len(self.token_ids):
+            raise InternalFault(f"{name}: {self.num_computed} rows for {self.num_known} tokens")
+        if self.num_computed > self.num_blocks * block_size or self.num_chained > self.num_blocks:
+            raise InternalFault(f"{name}: {self.num_computed} rows in {self.num_blocks} blocks of {block_size}")
+        if self.num_known < self.num_prompt:
+            raise InternalFault(f"{name}: part of the prompt is missing")
+
+
+def new_live(request: Request, *, sequence: int, now: float, deadline_s: float, block_size: int) -> Live:
+    num_prompt = len(request.prompt_ids)
+    capacity = num_prompt + request.params.max_tokens
+    token_ids = np.empty(capacity, dtype=np.int32)
+    token_ids[:num_prompt] = request.prompt_ids
+    return Live(
+        request=request,
+        sequence=sequence,
+        arrival_s=now,
+        deadline_s=deadline_s,
+        token_ids=token_ids,
+        block_table=np.zeros(-(-capacity // block_size), dtype=np.int32),
+        num_prompt=num_prompt,
+        num_known=num_prompt,
+    )

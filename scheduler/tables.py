@@ -1,0 +1,81 @@
+"""Gives live requests their blocks and takes them back: the block tables, over the allocator and the prefix cache.
+
+Must not know who is served first; scheduler/residency.py decides that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduler.blocks import BlockAllocator, OutOfBlocks
+from scheduler.live import Live
+from scheduler.prefix import PrefixCache
+
+
+class BlockTables:
+    def __init__(self, num_blocks: int, block_size: int, *, cached: bool) -> None:
+        self.block_size = block_size
+        self.allocator = BlockAllocator(num_blocks)
+        self.cache = PrefixCache(self.allocator, block_size)
+        self._cached = cached
+
+    @property
+    def capacity(self) -> int:
+        """Rows that one request can ever have."""
+        return (self.allocator.num_blocks - 1) * self.block_size
+
+    @property
+    def num_available(self) -> int:
+        return self.cache.num_available
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that requests hold."""
+        return self.allocator.num_blocks - 1 - self.cache.num_available
+
+    def blocks_for(self, num_rows: int) -> int:
+        return -(-num_rows // self.block_size)
+
+    def grow(self, live: Live, num_rows: int) -> bool:
+        """Makes the table cover `num_rows` rows; False, and nothing changed, when the blocks are not there."""
+        missing = self.blocks_for(num_rows) - live.num_blocks
+        if missing <= 0:
+            return True
+        try:
+            live.block_table[live.num_blocks : live.num_blocks + missing] = self.cache.take(missing)
+        except OutOfBlocks:
+            return False
+        live.num_blocks += missing
+        return True
+
+    def restore(self, live: Live) -> None:
+        """Starts an empty table with the longest cached prefix of the request's tokens."""
+        if not self._cached:
+            return
+        match = self.cache.match(live.token_ids[: live.num_known])
+        live.num_blocks = live.num_chained = len(match.blocks)
+        live.block_table[: live.num_blocks] = match.blocks
+        live.num_computed = live.num_blocks * self.block_size
+        live.chain = match.name
+
+    def publish(self, live: Live, stamp: int) -> None:
+        """Hands the request's full, computed blocks to the cache, usable once the drafter has absorbed step `stamp`."""
+        size = self.block_size
+        while self._cached and (live.num_chained + 1) * size <= live.num_computed:
+            index = live.num_chained
+            tokens = live.token_ids[index * size : (index + 1) * size].tobytes()
+            live.chain, block = self.cache.insert(live.chain, tokens, int(live.block_table[index]), stamp)
+            live.block_table[index] = block
+            live.num_chained += 1
+
+    def release(self, live: Live) -> None:
+        self.cache.give_back(live.block_table[: live.num_blocks].tolist())
+        live.forget_rows()
+
+    def check_integrity(self, holders: Sequence[Live]) -> None:
+        held = list(self.cache.held())
+        for live in holders:
+            live.check_integrity(self.block_size)
+            held += live.block_table[: live.num_blocks].tolist()
+        self.allocator.check_integrity(held)
+        self.cache.check_integrity()
