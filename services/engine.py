@@ -1,0 +1,155 @@
+"""One engine group: settings -> workers -> scheduler, and what a gateway asks of it.
+
+The workers may live in this process (services/workers.py) or behind ports that call Ray actors (services/handles.py); the
+engine does not know which. Used by the Ray Serve replica, by `dspark serve --no-ray`, `generate`, `measure`, `bench` and
+the tests. Knows neither Ray nor HTTP nor torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from scheduler.actor import SchedulerActor
+
+from scheduler.errors import SchedulerLost
+from scheduler.ports import Drafter, Verifier
+from scheduler.stats import SchedulerStats
+from scheduler.wire import Delta, Request
+from services.model_card import ModelCard
+from services.settings import Settings
+
+NO_DRAFTER = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """What an engine group consists of besides its scheduler. `drafter` is None where nothing drafts."""
+
+    verifier: Verifier
+    drafter: Drafter | None
+    card: ModelCard
+    stop: Callable[[], Awaitable[None]]
+
+
+Launch = Callable[[Settings], Awaitable[Workers]]
+
+
+async def curve_key(settings: Settings, workers: Workers) -> str:
+    """Names what a cost curve was measured on: this machine, this software, both models, their number formats."""
+    verifier = await workers.verifier.describe()
+    drafter = await workers.drafter.describe() if workers.drafter is not None else None
+    parts = (
+        platform.node(),
+        _processor(),
+        version("torch"),
+        str(settings.threads or len(os.sched_getaffinity(0))),
+        settings.placement,
+        f"{verifier.fingerprint} {verifier.device} {verifier.dtype} {verifier.block_size}",
+        f"{drafter.fingerprint} {drafter.width}" if drafter is not None else NO_DRAFTER,
+    )
+    return hashlib.sha256("|".join(parts).encode()).hexdigest()[:24]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+class Engine:
+    """The scheduler of services.gateway.engine.Scheduler, in this process."""
+
+    def __init__(self, settings: Settings, launch: Launch) -> None:
+        self._settings = settings
+        self._launch = launch
+        self._workers: Workers | None = None
+        self._actor: SchedulerActor | None = None
+        self._subscribers: set[str] = set()
+        self._reason = "the engine has not been started"
+
+    @property
+    def actor(self) -> SchedulerActor:
+        """Raises SchedulerLost, with the reason, before the engine is ready."""
+        if self._actor is None:
+            raise SchedulerLost(self._reason)
+        return self._actor
+
+    @property
+    def workers(self) -> Workers:
+        if self._workers is None:
+            raise SchedulerLost(self._reason)
+        return self._workers
+
+    async def start(self) -> None:
+        """Loads both models and measures the cost curve; raises SettingsError when something cannot work."""
+        self._reason = "loading the models"
+        try:
+            workers = self._workers = await self._launch(self._settings)
+            key = await curve_key(self._settings, workers)
+            actor = SchedulerActor(
+                self._settings.scheduler_config(),
+                workers.verifier,
+                workers.drafter,
+                curve_path=self._settings.cache_path / "curves" / f"{key}.json",
+                curve_key=key,
+            )
+            self._reason = "measuring the cost curve"
+            await actor.start()
+            self._actor = actor
+        except Exception as error:
+            self._reason = f"the engine could not start: {error}"
+            raise
+
+    async def card(self) -> ModelCard:
+        _ = self.actor
+        return self.workers.card
+
+    async def submit(self, request: Request) -> None:
+        if request.subscriber not in self._subscribers:
+            raise SchedulerLost("the request's gateway is not subscribed")
+        await self.actor.submit(request)
+
+    async def cancel(self, request_id: str) -> None:
+        await self.actor.cancel(request_id)
+
+    async def subscribe(self, subscriber: str) -> AsyncGenerator[list[Delta], None]:
+        stream = self.actor.subscribe(subscriber)
+        self._subscribers.add(subscriber)
+        try:
+            yield []
+            async for deltas in stream:
+                yield deltas
+        finally:
+            self._subscribers.discard(subscriber)
+            await stream.aclose()
+
+    async def snapshot(self) -> SchedulerStats:
+        return self.actor.snapshot()
+
+    async def check_health(self) -> None:
+        await self.actor.check_health()
+
+    async def set_planner(self, planner: str) -> None:
+        await self.actor.set_planner(planner)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Finishes what runs, refuses what is new."""
+        if self._actor is not None:
+            await self._actor.drain(timeout_s)
+
+    async def stop(self) -> None:
+        actor, self._actor = self._actor, None
+        self._reason = "the engine has been stopped"
+        if actor is not None:
+            await actor.stop()
+        if self._workers is not None:
+            await self._workers.stop()
+            self._workers = None

@@ -1,0 +1,211 @@
+"""Ray handles dressed as ports: the gateway's scheduler, the scheduler's verifier and drafter. Translates Ray's errors into
+ours, bounds every call in time, and starts a dead worker anew.
+
+Captured features never pass through the scheduler: `verify` has two results, and the second is handed on as a reference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError, TaskCancelledError
+from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from scheduler.errors import DrafterLost, Failed, Overloaded, SchedulerLost, ServingError, SettingsError, VerifierLost
+from scheduler.ports import Features
+from scheduler.stats import SchedulerStats
+from scheduler.wire import Delta, Draft, DraftAsk, DrafterInfo, Plan, Request, Verdict, VerifierInfo
+from services.model_card import ModelCard
+
+logger = logging.getLogger(__name__)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The exception raised on the other side, when it is one of ours; else the error itself."""
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    return cause if isinstance(cause, ServingError | SettingsError) else error
+
+
+def _scheduler_error(error: Exception) -> Exception:
+    cause = cause_of(error)
+    if isinstance(cause, ServingError):
+        return cause
+    if isinstance(error, BackPressureError):
+        return Overloaded("the scheduler's queue is full")
+    if isinstance(error, RayActorError | RayServeException | TaskCancelledError | GetTimeoutError):
+        return SchedulerLost("the scheduler is not available")
+    return error
+
+
+class RemoteScheduler:
+    """services.gateway.engine.Scheduler over a Serve handle. The two configured handles are made once: each keeps its own
+    routing state and metrics."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._unary = handle
+        self._streaming = handle.options(stream=True)
+
+    async def card(self) -> ModelCard:
+        return await self._call("card")
+
+    async def submit(self, request: Request) -> None:
+        await self._call("submit", request)
+
+    async def cancel(self, request_id: str) -> None:
+        await self._call("cancel", request_id)
+
+    async def snapshot(self) -> SchedulerStats:
+        return await self._call("snapshot")
+
+    async def check_health(self) -> None:
+        await self._call("check_health")
+
+    async def subscribe(self, subscriber: str) -> AsyncGenerator[list[Delta], None]:
+        response = self._streaming.subscribe.remote(subscriber)
+        try:
+            async for deltas in response:
+                yield deltas
+        except Exception as error:
+            raise _scheduler_error(error) from error
+        finally:
+            response.cancel()
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        try:
+            return await getattr(self._unary, method).remote(*args)
+        except Exception as error:
+            raise _scheduler_error(error) from error
+
+
+class WorkerProcess:
+    """One Ray actor that is started anew when it died. `lost` is the error its callers see meanwhile."""
+
+    def __init__(
+        self,
+        name: str,
+        spawn: Callable[[], Any],
+        lost: type[Failed],
+        *,
+        step_timeout_s: float,
+        start_timeout_s: float,
+    ) -> None:
+        self._name, self._spawn, self._lost = name, spawn, lost
+        self._step_timeout_s, self._start_timeout_s = step_timeout_s, start_timeout_s
+        self._actor: Any = None
+        self._starting = asyncio.Lock()
+
+    async def ensure(self) -> Any:
+        """The living actor, loaded; started anew when there is none."""
+        async with self._starting:
+            if self._actor is None:
+                actor = self._spawn()
+                try:
+                    await self._result(actor, actor.start.remote(), self._start_timeout_s)
+                except BaseException:
+                    ray.kill(actor)
+                    raise
+                self._actor = actor
+            return self._actor
+
+    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        actor = self._alive()
+        reference = getattr(actor, method).remote(*args)
+        return await self._result(actor, reference, timeout_s or self._step_timeout_s)
+
+    async def call_two(self, method: str, *args: Any) -> tuple[Any, Any]:
+        """For a method with two results: the first, and a reference to the second."""
+        actor = self._alive()
+        first, second = getattr(actor, method).options(num_returns=2).remote(*args)
+        return await self._result(actor, first, self._step_timeout_s), second
+
+    def stop(self) -> None:
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            ray.kill(actor)
+
+    def _alive(self) -> Any:
+        if self._actor is None:
+            raise self._lost(f"the {self._name} is not running")
+        return self._actor
+
+    async def _result(self, actor: Any, reference: Any, timeout_s: float) -> Any:
+        try:
+            return await asyncio.wait_for(reference, timeout_s)
+        except TimeoutError:
+            self._bury(actor)
+            raise self._lost(f"the {self._name} did not answer within {timeout_s:g} s") from None
+        except RayTaskError as error:
+            cause = cause_of(error)
+            if cause is not error:
+                raise cause from None
+            raise self._lost(_last_line(error)) from error
+        except RayError as error:
+            self._bury(actor)
+            raise self._lost(f"the {self._name}'s process died") from error
+
+    def _bury(self, actor: Any) -> None:
+        """A worker that does not answer is killed: the next `ensure` must not meet it on the same device."""
+        logger.warning("the %s is lost", self._name)
+        ray.kill(actor)
+        if self._actor is actor:
+            self._actor = None
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+class RemoteVerifier:
+    """scheduler.ports.Verifier over a Ray actor. `describe` brings a dead one back and answers when it is loaded."""
+
+    def __init__(self, process: WorkerProcess) -> None:
+        self._process = process
+
+    async def describe(self) -> VerifierInfo:
+        await self._process.ensure()
+        return await self._process.call("describe")
+
+    async def verify(self, plan: Plan) -> tuple[list[Verdict], Features | None]:
+        verdicts, features = await self._process.call_two("verify", plan)
+        return verdicts, features if plan.capture else None
+
+    async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
+        return await self._process.call("measure", num_tokens, context_lens, timeout_s=self._process._start_timeout_s)
+
+    async def card(self, drafter: DrafterInfo | None) -> ModelCard:
+        return await self._process.call("card", drafter)
+
+
+class RemoteDrafter:
+    """scheduler.ports.Drafter over a Ray actor. Features are references: Ray resolves them on the drafter's side."""
+
+    def __init__(self, process: WorkerProcess) -> None:
+        self._process = process
+
+    async def describe(self) -> DrafterInfo:
+        await self._process.ensure()
+        return await self._process.call("describe")
+
+    async def propose(self, asks: Sequence[DraftAsk], width: int, features: Sequence[Features]) -> list[Draft]:
+        return await self._process.call("propose", list(asks), width, *features)
+
+    async def measure(self, num_requests: Sequence[int], widths: Sequence[int]) -> list[list[float]]:
+        return await self._process.call("measure", num_requests, widths, timeout_s=self._process._start_timeout_s)
+
+
+def verifier_port(spawn: Callable[[], Any], *, step_timeout_s: float, start_timeout_s: float) -> RemoteVerifier:
+    return RemoteVerifier(
+        WorkerProcess("verifier", spawn, VerifierLost, step_timeout_s=step_timeout_s, start_timeout_s=start_timeout_s)
+    )
+
+
+def drafter_port(spawn: Callable[[], Any], *, step_timeout_s: float, start_timeout_s: float) -> RemoteDrafter:
+    return RemoteDrafter(
+        WorkerProcess("drafter", spawn, DrafterLost, step_timeout_s=step_timeout_s, start_timeout_s=start_timeout_s)
+    )
