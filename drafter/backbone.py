@@ -137,9 +137,8 @@ class BlockAttention:
             hidden = hidden & (np.arange(longest + self.width) >= np.array(lengths)[:, None])
             mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
             mask = mask[:, None, None, :].to(self.device)
-        rows = None
-        if len(spans) < num_requests:
-            rows = torch.tensor([s.first_row for s in spans], device=self.device)
+        order = [s.first_row for s in spans]
+        rows = None if order == list(range(num_requests)) else torch.tensor(order, device=self.device)
         return Bucket(len(spans), rows, torch.from_numpy(tables.ravel()).to(self.device), longest, mask)
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from verifier.device import resolve_device, resolve_dtype, set_threads
 from verifier.features import CommittedFeatures
 from verifier.kv import PagedKV
 from verifier.layers import Linear
+from verifier.noise import fresh_generator
 from verifier.sampling import SamplingTable
 from verifier.weights import resolve_model
 
@@ -83,11 +84,7 @@ class DraftRunner:
         self.lm_head = Linear(checkpoint.tensors["lm_head.weight"])
         self.vocabulary = checkpoint.draft_vocab_ids
         self.markov, self.confidence = build_heads(checkpoint)
-        self.generator = torch.Generator(self.device)
-        if config.seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(config.seed)
+        self.generator = fresh_generator(config.seed, "drafter", self.device)
 
     def _build_backbone(self, checkpoint: Checkpoint) -> Backbone:
         decoder = checkpoint.arch.decoder
