@@ -150,21 +150,14 @@ async def _launch_here(settings: Settings) -> Workers:
 
 async def _launch_split(settings: Settings) -> Workers:
     """Two Ray actors in bundles 1 and 2 of this replica's placement group. They die with the replica."""
-    limits = {
-        "step_timeout_s": settings.resources.step_timeout_s,
-        "start_timeout_s": settings.resources.start_timeout_s,
-    }
-    gpus = gpu_shares(settings, "split")
-    cpus = settings.resources
-    verifier = verifier_port(
-        _spawner(VerifierProcess, settings, 1, cpus.verifier_cpus, gpus["verifier"], settings), **limits
-    )
+    resources, gpus = settings.resources, gpu_shares(settings, "split")
+    spawn = _spawner(VerifierProcess, settings, 1, resources.verifier_cpus, gpus["verifier"], settings)
+    verifier = verifier_port(spawn, resources.start_timeout_s)
     info = await verifier.describe()
     if settings.drafter_checkpoint() == NO_DRAFTER:
         return Workers(verifier, None, await verifier.card(None), _no_stop)
-    drafter = drafter_port(
-        _spawner(DrafterProcess, settings, 2, cpus.drafter_cpus, gpus["drafter"], settings, info), **limits
-    )
+    spawn = _spawner(DrafterProcess, settings, 2, resources.drafter_cpus, gpus["drafter"], settings, info)
+    drafter = drafter_port(spawn, resources.start_timeout_s)
     return Workers(verifier, drafter, await verifier.card(await drafter.describe()), _no_stop)
 
 

@@ -7,6 +7,7 @@ the tests. Knows neither Ray nor HTTP nor torch.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -16,7 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 from scheduler.actor import SchedulerActor
-
 from scheduler.errors import SchedulerLost
 from scheduler.ports import Drafter, Verifier
 from scheduler.stats import SchedulerStats
@@ -40,20 +40,20 @@ class Workers:
 Launch = Callable[[Settings], Awaitable[Workers]]
 
 
-async def curve_key(settings: Settings, workers: Workers) -> str:
-    """Names what a cost curve was measured on: this machine, this software, both models, their number formats."""
-    verifier = await workers.verifier.describe()
-    drafter = await workers.drafter.describe() if workers.drafter is not None else None
-    parts = (
-        platform.node(),
-        _processor(),
-        version("torch"),
-        str(settings.threads or len(os.sched_getaffinity(0))),
-        settings.placement,
-        f"{verifier.fingerprint} {verifier.device} {verifier.dtype} {verifier.block_size}",
-        f"{drafter.fingerprint} {drafter.width}" if drafter is not None else NO_DRAFTER,
-    )
-    return hashlib.sha256("|".join(parts).encode()).hexdigest()[:24]
+def machine_key(settings: Settings) -> dict[str, str]:
+    """What a cost curve depends on beyond the two models: this machine, its threads, the software that computes."""
+    return {
+        "machine": platform.node(),
+        "processor": _processor(),
+        "torch": version("torch"),
+        "threads": str(settings.threads or len(os.sched_getaffinity(0))),
+        "placement": settings.placement,
+    }
+
+
+def curve_path(settings: Settings, key: dict[str, str]) -> Path:
+    parts = [*key.values(), settings.target_path(), settings.drafter_checkpoint(), settings.model.dtype]
+    return settings.cache_path / "curves" / f"{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}.json"
 
 
 def _processor() -> str:
@@ -72,7 +72,6 @@ class Engine:
         self._launch = launch
         self._workers: Workers | None = None
         self._actor: SchedulerActor | None = None
-        self._subscribers: set[str] = set()
         self._reason = "the engine has not been started"
 
     @property
@@ -93,12 +92,12 @@ class Engine:
         self._reason = "loading the models"
         try:
             workers = self._workers = await self._launch(self._settings)
-            key = await curve_key(self._settings, workers)
+            key = machine_key(self._settings)
             actor = SchedulerActor(
                 self._settings.scheduler_config(),
                 workers.verifier,
                 workers.drafter,
-                curve_path=self._settings.cache_path / "curves" / f"{key}.json",
+                curve_path=curve_path(self._settings, key),
                 curve_key=key,
             )
             self._reason = "measuring the cost curve"
@@ -113,7 +112,7 @@ class Engine:
         return self.workers.card
 
     async def submit(self, request: Request) -> None:
-        if request.subscriber not in self._subscribers:
+        if not self.actor.is_subscribed(request.subscriber):
             raise SchedulerLost("the request's gateway is not subscribed")
         await self.actor.submit(request)
 
@@ -121,18 +120,13 @@ class Engine:
         await self.actor.cancel(request_id)
 
     async def subscribe(self, subscriber: str) -> AsyncGenerator[list[Delta], None]:
-        stream = self.actor.subscribe(subscriber)
-        self._subscribers.add(subscriber)
-        try:
+        async with contextlib.aclosing(self.actor.subscribe(subscriber)) as stream:
             yield []
             async for deltas in stream:
                 yield deltas
-        finally:
-            self._subscribers.discard(subscriber)
-            await stream.aclose()
 
     async def snapshot(self) -> SchedulerStats:
-        return self.actor.snapshot()
+        return await self.actor.snapshot()
 
     async def check_health(self) -> None:
         await self.actor.check_health()

@@ -85,78 +85,66 @@ class RemoteScheduler:
 class WorkerProcess:
     """One Ray actor that is started anew when it died. `lost` is the error its callers see meanwhile."""
 
-    def __init__(
-        self,
-        name: str,
-        spawn: Callable[[], Any],
-        lost: type[Failed],
-        *,
-        step_timeout_s: float,
-        start_timeout_s: float,
-    ) -> None:
-        self._name, self._spawn, self._lost = name, spawn, lost
-        self._step_timeout_s, self._start_timeout_s = step_timeout_s, start_timeout_s
+    def __init__(self, name: str, spawn: Callable[[], Any], lost: type[Failed], start_timeout_s: float) -> None:
+        self._name, self._spawn, self._lost, self.start_timeout_s = name, spawn, lost, start_timeout_s
         self._actor: Any = None
-        self._starting = asyncio.Lock()
+        self._starting: asyncio.Task[Any] | None = None
 
     async def ensure(self) -> Any:
-        """The living actor, loaded; started anew when there is none."""
-        async with self._starting:
-            if self._actor is None:
-                actor = self._spawn()
-                try:
-                    await self._result(actor, actor.start.remote(), self._start_timeout_s)
-                except BaseException:
-                    ray.kill(actor)
-                    raise
-                self._actor = actor
-            return self._actor
+        """The living actor, loaded; started anew when there is none. A caller who gives up does not end the loading."""
+        if self._actor is None:
+            if self._starting is None or self._starting.done():
+                self._starting = asyncio.create_task(self._start())
+            await asyncio.shield(self._starting)
+        return self._actor
 
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         actor = self._alive()
-        reference = getattr(actor, method).remote(*args)
-        return await self._result(actor, reference, timeout_s or self._step_timeout_s)
+        return await self._result(actor, getattr(actor, method).remote(*args), timeout_s)
 
     async def call_two(self, method: str, *args: Any) -> tuple[Any, Any]:
         """For a method with two results: the first, and a reference to the second."""
         actor = self._alive()
         first, second = getattr(actor, method).options(num_returns=2).remote(*args)
-        return await self._result(actor, first, self._step_timeout_s), second
-
-    def stop(self) -> None:
-        actor, self._actor = self._actor, None
-        if actor is not None:
-            ray.kill(actor)
+        return await self._result(actor, first, None), second
 
     def _alive(self) -> Any:
         if self._actor is None:
             raise self._lost(f"the {self._name} is not running")
         return self._actor
 
-    async def _result(self, actor: Any, reference: Any, timeout_s: float) -> Any:
+    async def _start(self) -> None:
+        actor = self._spawn()
+        await self._result(actor, actor.start.remote(), self.start_timeout_s)
+        self._actor = actor
+
+    async def _result(self, actor: Any, reference: Any, timeout_s: float | None) -> Any:
+        """The scheduler bounds its calls itself; one that it gives up is a worker that hangs."""
         try:
             return await asyncio.wait_for(reference, timeout_s)
         except TimeoutError:
             self._bury(actor)
             raise self._lost(f"the {self._name} did not answer within {timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            self._bury(actor)
+            raise
         except RayTaskError as error:
-            cause = cause_of(error)
-            if cause is not error:
+            if (cause := cause_of(error)) is not error:
                 raise cause from None
-            raise self._lost(_last_line(error)) from error
+            raise self._lost(f"the {self._name} failed: {_last_line(error)}") from error
         except RayError as error:
             self._bury(actor)
             raise self._lost(f"the {self._name}'s process died") from error
 
     def _bury(self, actor: Any) -> None:
-        """A worker that does not answer is killed: the next `ensure` must not meet it on the same device."""
+        """A worker that does not answer is killed: the next one must not meet it on the same device."""
         logger.warning("the %s is lost", self._name)
         ray.kill(actor)
         if self._actor is actor:
             self._actor = None
 
 
-def _last_line(error: Exception) -> str:
+def _last_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
@@ -176,7 +164,7 @@ class RemoteVerifier:
         return verdicts, features if plan.capture else None
 
     async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
-        return await self._process.call("measure", num_tokens, context_lens, timeout_s=self._process._start_timeout_s)
+        return await self._process.call("measure", num_tokens, context_lens, timeout_s=self._process.start_timeout_s)
 
     async def card(self, drafter: DrafterInfo | None) -> ModelCard:
         return await self._process.call("card", drafter)
@@ -196,16 +184,12 @@ class RemoteDrafter:
         return await self._process.call("propose", list(asks), width, *features)
 
     async def measure(self, num_requests: Sequence[int], widths: Sequence[int]) -> list[list[float]]:
-        return await self._process.call("measure", num_requests, widths, timeout_s=self._process._start_timeout_s)
+        return await self._process.call("measure", num_requests, widths, timeout_s=self._process.start_timeout_s)
 
 
-def verifier_port(spawn: Callable[[], Any], *, step_timeout_s: float, start_timeout_s: float) -> RemoteVerifier:
-    return RemoteVerifier(
-        WorkerProcess("verifier", spawn, VerifierLost, step_timeout_s=step_timeout_s, start_timeout_s=start_timeout_s)
-    )
+def verifier_port(spawn: Callable[[], Any], start_timeout_s: float) -> RemoteVerifier:
+    return RemoteVerifier(WorkerProcess("verifier", spawn, VerifierLost, start_timeout_s))
 
 
-def drafter_port(spawn: Callable[[], Any], *, step_timeout_s: float, start_timeout_s: float) -> RemoteDrafter:
-    return RemoteDrafter(
-        WorkerProcess("drafter", spawn, DrafterLost, step_timeout_s=step_timeout_s, start_timeout_s=start_timeout_s)
-    )
+def drafter_port(spawn: Callable[[], Any], start_timeout_s: float) -> RemoteDrafter:
+    return RemoteDrafter(WorkerProcess("drafter", spawn, DrafterLost, start_timeout_s))

@@ -22,6 +22,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 from pydantic_settings.exceptions import SettingsError as EnvParseError
 
 from drafter.config import DrafterConfig
+from scheduler.admit import parse_planner
 from scheduler.config import SchedulerConfig
 from scheduler.errors import SettingsError
 from services.demo import demo_drafter, demo_target
@@ -75,6 +76,9 @@ class SchedulerSettings(_Section):
     prefix_cache: bool = True
     default_timeout_s: float = Field(default=600.0, ge=0)
     check_integrity: bool = False
+    worker_timeout_s: float = Field(default=120.0, ge=1)
+    recover_timeout_s: float = Field(default=120.0, ge=0)
+    stall_timeout_s: float = Field(default=300.0, ge=1)
 
     @field_validator("planner", mode="before")
     @classmethod
@@ -84,7 +88,11 @@ class SchedulerSettings(_Section):
     @field_validator("planner")
     @classmethod
     def _known_planner(cls, planner: str) -> str:
-        return checked_planner(planner)
+        try:
+            parse_planner(planner)
+        except SettingsError as error:
+            raise ValueError(str(error).removeprefix("scheduler.planner ")) from None
+        return planner
 
 
 class KvSettings(_Section):
@@ -99,8 +107,7 @@ class ResourceSettings(_Section):
     """What Ray reserves. GPUs may be fractions; null is 1 for each worker where the cluster has GPUs, else 0. In the
     `colocated` placement the one process that computes gets `verifier_gpus`.
 
-    step_timeout_s: a worker that does not answer one step in this time is taken for dead and restarted.
-    start_timeout_s: how long a worker may take to load.
+    start_timeout_s: how long a worker's process may take to load.
     """
 
     verifier_gpus: float | None = Field(default=None, ge=0)
@@ -109,7 +116,6 @@ class ResourceSettings(_Section):
     drafter_cpus: float = Field(default=0.5, ge=0)
     scheduler_cpus: float = Field(default=0.25, ge=0)
     gateway_cpus: float = Field(default=0.25, ge=0)
-    step_timeout_s: float = Field(default=120.0, gt=0)
     start_timeout_s: float = Field(default=1800.0, gt=0)
 
 
@@ -231,20 +237,6 @@ def yaml_off(value: Any) -> Any:
     return "off" if value is False else value
 
 
-def checked_planner(planner: str) -> str:
-    """`off`, `algorithm1`, `fixed:k` or `threshold:x`; raises ValueError with the choices."""
-    kind, _, value = planner.partition(":")
-    good = {
-        "off": not value,
-        "algorithm1": not value,
-        "fixed": value.isdigit(),
-        "threshold": bool(re.fullmatch(r"0?\.\d+|0|1|1\.0*|0\.", value)),
-    }
-    if not good.get(kind, False):
-        raise ValueError(f"unknown planner {planner!r}; choose off, algorithm1, fixed:k or threshold:x (0 to 1)")
-    return planner
-
-
 @dataclass(frozen=True, slots=True)
 class _Sources:
     """Where values came from, weakest first: the file (or Serve args) and its name, the environment, the flags."""
@@ -330,9 +322,13 @@ def _refuse_unknown_variables() -> None:
     known = {variable_name(keys): keys for keys in known_keys()}
     for name in sorted(os.environ):
         upper = name.upper()
-        if not upper.startswith(PREFIX) or upper == FILE_VARIABLE or upper in known or _SERVICE_LINK.fullmatch(upper):
+        if not upper.startswith(PREFIX) or upper == FILE_VARIABLE or upper in known or _is_service_link(upper):
             continue
         raise SettingsError(f"environment variable {name}: unknown setting{_suggestion(upper, known)}")
+
+
+def _is_service_link(name: str) -> bool:
+    return DELIMITER not in name and _SERVICE_LINK.fullmatch(name) is not None
 
 
 def _suggestion(wrong: str, known: Mapping[str, Any]) -> str:

@@ -49,9 +49,8 @@ class Tokenizer:
 def _pieces(tokenizer: tokenizers.Tokenizer, spec: Mapping[str, Any]) -> tuple[list[bytes], bool]:
     decoders = _decoders(spec.get("decoder"))
     kinds = {decoder["type"] for decoder in decoders}
-    table: list[bytes] = [b""] * tokenizer.get_vocab_size(with_added_tokens=True)
     vocab = tokenizer.get_vocab(with_added_tokens=True)
-    table.extend(b"" for _ in range(max(vocab.values(), default=0) + 1 - len(table)))
+    table = [b""] * (max(vocab.values(), default=-1) + 1)
     to_bytes = _byte_level_piece if "ByteLevel" in kinds else _fallback_piece
     if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
         raise SettingsError(
@@ -61,7 +60,7 @@ def _pieces(tokenizer: tokenizers.Tokenizer, spec: Mapping[str, Any]) -> tuple[l
     for text, token_id in vocab.items():
         table[token_id] = to_bytes(text)
     for added in spec.get("added_tokens", []):
-        table[added["id"]] = b"" if added["special"] else added["content"].encode()
+        table[vocab[added["content"]]] = b"" if added["special"] else added["content"].encode()
     return table, _strips_first_space(decoders)
 
 

@@ -140,8 +140,13 @@ class ScriptedScheduler:
     async def cancel(self, request_id: str) -> None:
         self.cancels[request_id] += 1
         task = self.tasks.pop(request_id, None)
-        if task is not None:
+        if task is not None and not task.done():
             task.cancel()
+            request = next(request for request in self.requests if request.request_id == request_id)
+            usage = Usage(len(request.prompt_ids), 0, 3)
+            last = Delta(request_id, (), finish_reason=FinishReason.CANCELLED, usage=usage)
+            if request.subscriber in self.queues:
+                self.queues[request.subscriber].put_nowait([last])
 
     async def subscribe(self, subscriber: str) -> AsyncGenerator[list[Delta], None]:
         queue = self.queues[subscriber] = asyncio.Queue()

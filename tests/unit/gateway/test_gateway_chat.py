@@ -15,7 +15,6 @@ from scheduler.wire import FinishReason
 from services.gateway.config import GatewayConfig
 
 
-
 def nulls_allowed(schema):
     """The document marks null by `nullable`, which JSON Schema does not know."""
     if isinstance(schema, list):

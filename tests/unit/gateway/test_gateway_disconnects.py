@@ -47,7 +47,9 @@ async def drop(port: int, request: dict, bytes_to_read: int, pause_s: float) -> 
     """Sends a request, perhaps reads some of the answer, and closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     content = json.dumps(request).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    )
     writer.write(head.encode() + content)
     await writer.drain()
     if bytes_to_read:
@@ -58,7 +60,7 @@ async def drop(port: int, request: dict, bytes_to_read: int, pause_s: float) -> 
 
 async def until(condition, timeout_s: float = 5.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

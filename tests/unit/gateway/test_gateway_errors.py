@@ -109,9 +109,9 @@ async def test_a_failure_before_the_first_token_of_a_stream_has_its_own_status(b
 async def test_requests_of_a_scheduler_that_dies_end_with_503(bench, make_script, body):
     async with bench.serve(make_script(bench.rounds("Hi", eos=False), hang=True)) as (client, scheduler):
         waiting = [asyncio.create_task(client.post(CHAT, json=body())) for _ in range(5)]
-        while len(scheduler.requests) < 5:
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(0.02)
+        async with asyncio.timeout(5):
+            while len(scheduler.requests) < 5:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
         scheduler.die()
         for response in await asyncio.gather(*waiting):
             check_envelope(response, 503)
@@ -208,7 +208,9 @@ async def test_parameters_that_change_nothing_and_unknown_ones_are_accepted(benc
 
 async def test_a_context_that_is_too_small_is_a_400_with_both_numbers(bench, make_script, body):
     async with bench.serve(make_script(bench.rounds("Hi"))) as (client, scheduler):
-        long = check_envelope(await client.post(CHAT, json=body(messages=[{"role": "user", "content": "é" * 300}])), 400)
+        long = check_envelope(
+            await client.post(CHAT, json=body(messages=[{"role": "user", "content": "é" * 300}])), 400
+        )
         asked = check_envelope(await client.post(CHAT, json=body(max_tokens=250)), 400)
     for error in (long, asked):
         assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
@@ -255,9 +257,9 @@ async def test_a_bug_of_ours_is_an_enveloped_500(bench, make_script, body):
 
     app = create_app(bench.scheduler(make_script()), bench.config)
     app.add_api_route("/broken", broken)
-    async with app.router.lifespan_context(app):
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-            check_envelope(await client.get("/broken?request=1"), 500)
+    transport = httpx.ASGITransport(app)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+        check_envelope(await client.get("/broken?request=1"), 500)
     async with bench.serve(broken) as (client, _):
         error = check_envelope(await client.post(CHAT, json=body()), 500)
         assert "a bug" not in error["message"]
@@ -268,23 +270,23 @@ async def test_before_the_model_is_known_only_health_is_good(bench, make_script,
     scheduler = bench.scheduler(make_script(bench.rounds("Hi")))
     scheduler.ready = False
     app = create_app(scheduler, bench.config)
-    async with app.router.lifespan_context(app):
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-            await asyncio.sleep(0.02)
-            assert (await client.get("/health")).status_code == 200
-            waiting = await client.get("/ready")
-            assert waiting.status_code == 503 and "loading the models" in waiting.json()["reason"]
-            refused = await client.post(CHAT, json=body())
-            check_envelope(refused, 503)
-            assert refused.headers["retry-after"]
-            check_envelope(await client.get("/v1/models"), 503)
-            assert (await client.get("/metrics")).status_code == 200
-            scheduler.ready = True
-            for _ in range(100):
-                if (await client.get("/ready")).status_code == 200:
-                    break
-                await asyncio.sleep(0.01)
-            assert (await client.post(CHAT, json=body())).status_code == 200
-            scheduler.healthy = False
-            sick = await client.get("/ready")
-            assert sick.status_code == 503 and "no step" in sick.json()["reason"]
+    transport = httpx.ASGITransport(app)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+        await asyncio.sleep(0.02)
+        assert (await client.get("/health")).status_code == 200
+        waiting = await client.get("/ready")
+        assert waiting.status_code == 503 and "loading the models" in waiting.json()["reason"]
+        refused = await client.post(CHAT, json=body())
+        check_envelope(refused, 503)
+        assert refused.headers["retry-after"]
+        check_envelope(await client.get("/v1/models"), 503)
+        assert (await client.get("/metrics")).status_code == 200
+        scheduler.ready = True
+        for _ in range(100):
+            if (await client.get("/ready")).status_code == 200:
+                break
+            await asyncio.sleep(0.01)
+        assert (await client.post(CHAT, json=body())).status_code == 200
+        scheduler.healthy = False
+        sick = await client.get("/ready")
+        assert sick.status_code == 503 and "no step" in sick.json()["reason"]

