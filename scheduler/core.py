@@ -29,7 +29,7 @@ from scheduler.errors import (
 )
 from scheduler.live import Live, new_live
 from scheduler.residency import Residency
-from scheduler.stats import Ledger, StepStats
+from scheduler.stats import Ledger, SchedulerStats, StepStats
 from scheduler.step import Outcome, PendingStep, Share, check_verdict, delta_of, extension_of, load_of
 from scheduler.tables import BlockTables
 from scheduler.throughput import CostCurve
@@ -66,6 +66,10 @@ class PrefixScheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.residency.live or self.residency.waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.residency.waiting)
 
     @property
     def max_request_tokens(self) -> int:
@@ -118,6 +122,10 @@ class PrefixScheduler:
             list(self.residency.live.values()), epoch=self._epoch, step=self._num_planned + 1, backlog=backlog
         )
 
+    def check_drafts(self, drafts: Sequence[Draft]) -> None:
+        """Raises DrafterLost when they are not an answer to what `choose_drafts` asked."""
+        self.drafting.check(drafts, self.verifier.vocab_size)
+
     def absorbed(self) -> None:
         """The drafter has written the features of every applied step: their blocks may be shared."""
         self.residency.tables.cache.horizon = self._num_applied
@@ -147,7 +155,39 @@ class PrefixScheduler:
         self.last_step = self._step_stats(pending, outcome)
         return deltas
 
+    def record(self, step: StepStats) -> None:
+        """The last step with its times."""
+        self.ledger.record(step)
+        self.drafting.observe_host(step.plan_s + step.apply_s)
+
+    def stats(self) -> SchedulerStats:
+        """The counters, and the gauges that are known here."""
+        tables = self.residency.tables
+        self.ledger.num_gate_probes = self.drafting.num_probes
+        return SchedulerStats(
+            **self.ledger.counters(self.drafting.width),
+            num_live=len(self.residency.live),
+            num_waiting=self.num_waiting,
+            kv_blocks_used=tables.num_used,
+            kv_blocks_cached=tables.cache.num_idle,
+            kv_blocks_total=tables.allocator.num_blocks - 1,
+            planner=str(self.drafting.planner),
+            trim_off_reason=self.drafting.trim_off_reason,
+            gate_state=self.drafting.gate_state,
+            draft_width=self.drafting.width,
+            drafter_alive=self.drafting.alive,
+            max_request_tokens=self.max_request_tokens,
+        )
+
     # -- workers come and go -------------------------------------------------------------------------------------------
+
+    def set_planner(self, text: str) -> None:
+        """Between steps only; raises SettingsError. Where drafting begins or ends with it, so does a drafter epoch."""
+        planner = parse_planner(text)
+        was_active = self.drafting.active
+        self.drafting.planner = planner
+        if self.drafting.active != was_active:
+            self._new_epoch()
 
     def drafter_lost(self) -> None:
         self.ledger.num_drafter_losses += 1
@@ -354,7 +394,7 @@ class PrefixScheduler:
         error: ServingError | None = None,
     ) -> Delta:
         """The one place where a request leaves, with its last delta."""
-        self.ledger.finished[reason] += 1
+        self.ledger.finished[reason.value] += 1
         delta = delta_of(share, committed, num_accepted, live=live, reason=reason, error=error)
         self.residency.remove(live)
         return delta

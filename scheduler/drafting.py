@@ -62,6 +62,7 @@ class Drafting:
         self.info: DrafterInfo | None = None
         self.alive = False
         self.gate_state = "off"
+        self.shut = False
         self.num_probes = 0
         self.call = DraftCall()
         self._max_live = max_live
@@ -69,21 +70,22 @@ class Drafting:
         self._asked: dict[str, Live] = {}
         self._probe: Live | None = None
         self._host_s = 0.0
-        if info is not None and planner.rule is not Rule.OFF:
+        if info is not None:
             self.connect(info)
+
+    @property
+    def active(self) -> bool:
+        """There is a drafter, and the planner wants one."""
+        return self.alive and self.planner.rule is not Rule.OFF
 
     @property
     def captures(self) -> bool:
         """The drafter needs the target's hidden states of every row."""
-        return self.alive and self.info is not None and bool(self.info.target_layer_ids)
+        return self.active and self.info is not None and bool(self.info.target_layer_ids)
 
     @property
     def width(self) -> int:
         return self.info.width if self.info else 0
-
-    @property
-    def shut(self) -> bool:
-        return self.gate_state == "shut"
 
     @property
     def trim_off_reason(self) -> str:
@@ -115,7 +117,8 @@ class Drafting:
         self._asked.clear()
         self._probe = None
         self.call = DraftCall()
-        if not self.alive or self.info is None:
+        self.shut = False
+        if not self.active:
             self.gate_state = "off"
             return self.call
         decoding = [live for live in residents if live.decodes]
@@ -190,11 +193,9 @@ class Drafting:
         self._host_s += _HOST_MEMORY * (seconds - self._host_s)
 
     def _may_draft(self, live: Live, epoch: int) -> bool:
-        """More than one token is still to come, the drafter saw all its rows, and its positions reach far enough."""
+        """More than one token is still to come, and its context is one that the drafter has, and can have."""
         assert self.info is not None
-        return (
-            live.num_remaining > 1 and live.epoch == epoch and live.num_computed + self.info.width <= self.info.max_len
-        )
+        return live.num_remaining > 1 and live.epoch == epoch and live.num_computed <= self.info.max_len
 
     def _choice(self, candidates: Sequence[Live], load: StepLoad, step: int) -> Choice:
         assert self.info is not None
@@ -218,6 +219,7 @@ class Drafting:
     def _call(self, candidates: Sequence[Live], choice: Choice, step: int) -> DraftCall:
         assert self.info is not None
         chosen = [candidates[row] for row in choice.rows]
+        self.shut = choice.shut
         self.gate_state = "shut" if choice.shut else "open" if len(chosen) == len(candidates) else "partial"
         if choice.probe >= 0:
             self._probe = candidates[choice.probe]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ class Ledger:
             self.predicted_s += step.predicted_s
             self.measured_s += step.draft_s + step.verify_s
 
-    def counters(self, width: int) -> dict[str, object]:
+    def counters(self, width: int) -> dict[str, Any]:
         """The counter half of SchedulerStats, by field name. `width`: least number of draft positions to list."""
         num_verified = _weighted_sum(self.verified_lengths)
         num_rounds = self.verified_lengths.total()

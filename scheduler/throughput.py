@@ -23,7 +23,7 @@ from scheduler.wire import DrafterInfo, VerifierInfo
 Seconds = npt.NDArray[np.float64]
 
 FORMAT_VERSION = 1
-_DENSE_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 192, 256, 384, 512)
+_DENSE_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 192, 256)
 _SPARSE_TOKENS = (1, 8, 32, 128)
 _CONTEXTS = (256, 1024, 4096)
 _REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

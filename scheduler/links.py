@@ -1,0 +1,140 @@
+"""The workers as the loop sees them: calls that end in bounded time, and the drafter's comings and goings.
+
+Owns the features on their way from the verifier to the drafter, in order. Must not know requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from scheduler.drafting import DraftCall
+from scheduler.errors import DrafterLost, VerifierLost
+from scheduler.ports import Drafter, Features, Verifier
+from scheduler.wire import Draft, DrafterInfo, Plan, Verdict, VerifierInfo
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# While nobody drafts, features are handed over in batches: a call per step would cost more than the work in it.
+_HELD_STEPS = 16
+_HELD_TOKENS = 256
+_FIRST_RETRY_S = 0.1
+_LONGEST_RETRY_S = 30.0
+_STEADY_S = 60.0
+
+
+async def bounded(call: Awaitable[T], timeout_s: float) -> T:
+    """The call's result; TimeoutError after `timeout_s`. A call cancelled from within is a failed call, not our end."""
+    task = asyncio.current_task()
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await call
+    except asyncio.CancelledError as error:
+        if task is not None and task.cancelling():
+            raise
+        raise ConnectionError("the worker's call was cancelled") from error
+
+
+class DrafterLink:
+    """Hands features and asks to the drafter; after a loss asks for it in the background until it answers again."""
+
+    def __init__(
+        self, drafter: Drafter | None, *, timeout_s: float, clock: Callable[[], float], wake: Callable[[], None]
+    ) -> None:
+        self.lost = False
+        self._drafter = drafter
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._wake = wake
+        self._features: list[Features] = []
+        self._num_tokens = 0
+        self._returned: DrafterInfo | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._retry_s = _FIRST_RETRY_S
+        self._returned_s = clock()
+
+    @property
+    def holds_features(self) -> bool:
+        return bool(self._features)
+
+    @property
+    def overflows(self) -> bool:
+        return len(self._features) >= _HELD_STEPS or self._num_tokens >= _HELD_TOKENS
+
+    def hold(self, features: Features, num_tokens: int) -> None:
+        """Keeps what a verify step of `num_tokens` tokens returned for the next propose."""
+        self._features.append(features)
+        self._num_tokens += num_tokens
+
+    def drop_features(self) -> None:
+        self._features = []
+        self._num_tokens = 0
+
+    async def propose(self, call: DraftCall) -> list[Draft]:
+        """One propose with all features held; raises whatever the drafter raises, or TimeoutError."""
+        if self._drafter is None:
+            raise DrafterLost("there is no drafter")
+        features = self._features
+        self.drop_features()
+        return await bounded(self._drafter.propose(call.asks, call.width, features), self._timeout_s)
+
+    def lose(self) -> None:
+        """It is gone: forgets what it was to absorb and begins to ask for it."""
+        self.lost = True
+        self.drop_features()
+        steady = self._clock() - self._returned_s > _STEADY_S
+        self._retry_s = _FIRST_RETRY_S if steady else min(2 * self._retry_s, _LONGEST_RETRY_S)
+        self._watch = asyncio.create_task(self._ask_until_back())
+
+    def take_return(self) -> DrafterInfo | None:
+        """What the drafter is, once, after it has come back."""
+        returned, self._returned = self._returned, None
+        if returned is not None:
+            self.lost = False
+            self._returned_s = self._clock()
+        return returned
+
+    async def stop(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait({self._watch})
+
+    async def _ask_until_back(self) -> None:
+        assert self._drafter is not None
+        delay_s = self._retry_s
+        while self._returned is None:
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, _LONGEST_RETRY_S)
+            try:
+                self._returned = await bounded(self._drafter.describe(), self._timeout_s)
+            except Exception as error:
+                logger.info("the drafter is not back yet: %s", error)
+        self._wake()
+
+
+class VerifierLink:
+    def __init__(self, verifier: Verifier, *, timeout_s: float) -> None:
+        self.lost = False
+        self._verifier = verifier
+        self._timeout_s = timeout_s
+
+    async def verify(self, plan: Plan) -> tuple[list[Verdict], Features | None]:
+        """Raises whatever the verifier raises; VerifierLost when it does not answer in time."""
+        try:
+            return await bounded(self._verifier.verify(plan), self._timeout_s)
+        except TimeoutError:
+            raise VerifierLost(f"the target did not answer within {self._timeout_s:g} s") from None
+
+    async def ask(self, *, within_s: float) -> VerifierInfo | None:
+        """One question whether it is back; None when it does not answer."""
+        try:
+            info = await bounded(self._verifier.describe(), within_s)
+        except Exception as error:
+            logger.info("the verifier is not back yet: %s", error)
+            return None
+        self.lost = False
+        return info

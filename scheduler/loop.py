@@ -1,0 +1,220 @@
+"""The loop: draft -> plan -> verify -> apply, then emit. Owns the order of things, time, and what happens when a worker fails.
+
+A lost drafter means plain decoding until it is back. A lost verifier means that everyone is recomputed once it is back, or
+fails when it stays away too long. A fault of our own fails the requests it touched, and the loop goes on. Must not know what a
+plan is made of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+
+from scheduler.config import SchedulerConfig
+from scheduler.core import PrefixScheduler
+from scheduler.drafting import DraftCall
+from scheduler.errors import InternalFault, ServingError, VerifierLost
+from scheduler.links import DrafterLink, VerifierLink
+from scheduler.ports import Drafter, Sink, Verifier
+from scheduler.wire import Delta, Draft, Plan, Verdict
+
+logger = logging.getLogger(__name__)
+
+_MAX_STRIKES = 3
+_FIRST_RETRY_S = 0.05
+_LONGEST_RETRY_S = 2.0
+
+
+class ServingLoop:
+    def __init__(
+        self,
+        core: PrefixScheduler,
+        verifier: Verifier,
+        drafter: Drafter | None,
+        sink: Sink,
+        config: SchedulerConfig,
+        clock: Callable[[], float],
+    ) -> None:
+        self.core = core
+        self.verifier = VerifierLink(verifier, timeout_s=config.worker_timeout_s)
+        self._something = asyncio.Event()
+        self.drafter = DrafterLink(drafter, timeout_s=config.worker_timeout_s, clock=clock, wake=self.wake)
+        self.last_step_s: float | None = None
+        self.progress_s = clock()
+        self._sink = sink
+        self._config = config
+        self._clock = clock
+        self._strikes = 0
+        self._changes: list[tuple[Callable[[], None], asyncio.Future[None]]] = []
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            try:
+                await self._wait_for_work()
+                self._begin()
+                if self.core.has_work:
+                    await self._step()
+            except Exception as fault:
+                logger.exception("a step failed")
+                self._emit(self.core.reset(InternalFault(f"the scheduler failed: {fault}")))
+            await asyncio.sleep(0)
+
+    async def _step(self) -> None:
+        """draft -> plan -> verify -> apply, then emit."""
+        core, clock = self.core, self._clock
+        began = clock()
+        call = core.choose_drafts()
+        chosen = clock()
+        drafts = await self._draft(call)
+        drafted = clock()
+        plan = core.plan(drafts, drafted)
+        planned = clock()
+        verdicts = await self._verify(plan)
+        verified = clock()
+        if verdicts is None:
+            return
+        deltas = core.apply(verdicts, verified)
+        self._emit(deltas)
+        self._record(
+            draft_s=drafted - chosen,
+            plan_s=chosen - began + planned - drafted,
+            verify_s=verified - planned,
+            apply_s=clock() - verified,
+        )
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        self._something.set()
+
+    async def between_steps(self, change: Callable[[], None]) -> None:
+        """Runs `change` when no step is under way; raises what it raises."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._changes.append((change, done))
+        self.wake()
+        await done
+
+    async def stop(self) -> None:
+        """After `run` was cancelled."""
+        for _, done in self._changes:
+            done.cancel()
+        await self.drafter.stop()
+
+    async def _wait_for_work(self) -> None:
+        """Returns at once while there is work; when there is none, puts things in order first, then sleeps."""
+        if self.core.has_work or self._something.is_set():
+            self._something.clear()
+            return
+        if self.drafter.holds_features:
+            await self._draft(DraftCall())
+        self.core.check_integrity()
+        await self._something.wait()
+        self._something.clear()
+        self.progress_s = self._clock()
+
+    def _begin(self) -> None:
+        """What must happen between steps."""
+        for change, done in self._changes:
+            _settle(change, done)
+        self._changes.clear()
+        if (info := self.drafter.take_return()) is not None:
+            logger.info("the drafter is back")
+            self.core.drafter_back(info)
+        self._emit(self.core.expire(self._clock()))
+
+    async def _draft(self, call: DraftCall) -> list[Draft]:
+        """The drafts asked for. Features are absorbed with them; without asks, when someone waits who might share their
+        blocks, or many have piled up."""
+        hurry = self.core.num_waiting > 0 or not self.core.has_work or self.drafter.overflows
+        if not call.asks and not (self.drafter.holds_features and hurry):
+            return []
+        try:
+            drafts = await self.drafter.propose(call)
+            self.core.check_drafts(drafts)
+        except Exception as error:
+            self._lose_drafter(error)
+            return []
+        self.core.absorbed()
+        return drafts
+
+    async def _verify(self, plan: Plan) -> list[Verdict] | None:
+        """None when there are no verdicts to apply, everything having been put right."""
+        if not plan.extensions:
+            self.core.drop_plan()
+            if self.core.has_work:
+                raise InternalFault("nothing could be scheduled")
+            return None
+        try:
+            verdicts, features = await self.verifier.verify(plan)
+        except Exception as error:
+            await self._recover(plan, error)
+            return None
+        if plan.capture and not self.drafter.lost:
+            if features is None:
+                self._lose_drafter(InternalFault("the verifier returned no features"))
+            else:
+                self.drafter.hold(features, plan.num_tokens)
+        return verdicts
+
+    def _lose_drafter(self, error: Exception) -> None:
+        logger.warning("decoding without drafts: %s: %s", type(error).__name__, error)
+        self.core.drafter_lost()
+        self.drafter.lose()
+
+    async def _recover(self, plan: Plan, error: Exception) -> None:
+        """After a failed verify: no row can be relied on. Waits for the verifier, at most recover_timeout_s."""
+        logger.warning("the verify step failed: %s: %s", type(error).__name__, error, exc_info=error)
+        self.verifier.lost = True
+        self._emit(self.core.verifier_lost())
+        self.drafter.drop_features()
+        self._strikes += 1
+        if self._strikes == _MAX_STRIKES:
+            # The worker answers but the same requests fail again and again: they may be the cause.
+            self._strikes = 0
+            self._emit(self.core.fail([e.request_id for e in plan.extensions], _blame(error)))
+        deadline_s = self._clock() + self._config.recover_timeout_s
+        delay_s = _FIRST_RETRY_S
+        while (left_s := deadline_s - self._clock()) > 0:
+            info = await self.verifier.ask(within_s=left_s)
+            if info is not None:
+                self._emit(self.core.verifier_back(info))
+                return
+            await asyncio.sleep(min(delay_s, max(0.0, deadline_s - self._clock())))
+            delay_s = min(2 * delay_s, _LONGEST_RETRY_S)
+            self._emit(self.core.expire(self._clock()))
+        waited = f"the target is lost and did not come back within {self._config.recover_timeout_s:g} s"
+        self._emit(self.core.fail_all(VerifierLost(waited)))
+
+    def _emit(self, deltas: Sequence[Delta]) -> None:
+        if deltas:
+            self._sink.emit(deltas)
+
+    def _record(self, *, draft_s: float, plan_s: float, verify_s: float, apply_s: float) -> None:
+        assert self.core.last_step is not None
+        self._strikes = 0
+        self.last_step_s = self.progress_s = self._clock()
+        stats = dataclasses.replace(
+            self.core.last_step, draft_s=draft_s, plan_s=plan_s, verify_s=verify_s, apply_s=apply_s
+        )
+        self.core.record(stats)
+        if self._config.check_integrity:
+            self.core.check_integrity()
+
+
+def _blame(error: Exception) -> ServingError:
+    if isinstance(error, VerifierLost):
+        return error
+    return InternalFault(f"the target failed on this request's step: {type(error).__name__}: {error}")
+
+
+def _settle(change: Callable[[], None], done: asyncio.Future[None]) -> None:
+    if done.cancelled():
+        return
+    try:
+        change()
+    except Exception as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)

@@ -1,0 +1,49 @@
+"""What a request must look like before it is queued. Each refusal is one line that names the parameter and what it may be."""
+
+from __future__ import annotations
+
+import math
+
+from scheduler.errors import BadParams
+from scheduler.wire import Request, SamplingParams
+
+_INT64 = 2**63
+
+
+def check_request(request: Request, vocab_size: int) -> None:
+    """Raises BadParams."""
+    if not request.request_id:
+        raise BadParams("request_id must not be empty", "request_id")
+    if not request.prompt_ids:
+        raise BadParams("the prompt must have at least one token", "prompt")
+    low, high = min(request.prompt_ids), max(request.prompt_ids)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise BadParams(f"the prompt has token {bad}, and the vocabulary is 0 to {vocab_size - 1}", "prompt")
+    if request.timeout_s is not None and not 0 < request.timeout_s < math.inf:
+        raise BadParams(f"timeout_s must be a positive number of seconds, not {request.timeout_s}", "timeout_s")
+    _check_params(request.params, vocab_size)
+
+
+def _check_params(params: SamplingParams, vocab_size: int) -> None:
+    if not 0.0 <= params.temperature < math.inf:
+        raise BadParams(f"temperature must be 0 or more, not {params.temperature}", "temperature")
+    if not 0.0 < params.top_p <= 1.0:
+        raise BadParams(f"top_p must be above 0 and at most 1, not {params.top_p}", "top_p")
+    if params.top_k < 0:
+        raise BadParams(f"top_k must be 0 (off) or more, not {params.top_k}", "top_k")
+    if not 0.0 <= params.min_p <= 1.0:
+        raise BadParams(f"min_p must be from 0 to 1, not {params.min_p}", "min_p")
+    if params.seed is not None and not -_INT64 <= params.seed < _INT64:
+        raise BadParams(f"seed must fit 64 bits, and {params.seed} does not", "seed")
+    if params.max_tokens < 1:
+        raise BadParams(f"max_tokens must be at least 1, not {params.max_tokens}", "max_tokens")
+    if not 0 <= params.min_tokens <= params.max_tokens:
+        raise BadParams(
+            f"min_tokens must be from 0 to max_tokens ({params.max_tokens}), not {params.min_tokens}", "min_tokens"
+        )
+    for stop_id in params.stop_ids:
+        if not 0 <= stop_id < vocab_size:
+            raise BadParams(
+                f"stop token {stop_id} is not in the vocabulary, which is 0 to {vocab_size - 1}", "stop_token_ids"
+            )
