@@ -194,7 +194,7 @@ class DraftRunner:
     def _synthetic_features(self, num_rows: int) -> CommittedFeatures:
         size = len(self.arch.target_layer_ids) * self.arch.decoder.hidden_size
         return CommittedFeatures(
-            features=torch.zeros(num_rows, size, dtype=self.dtype, device=self.device),
+            features=torch.ones(num_rows, size, dtype=self.dtype, device=self.device),
             slots=torch.arange(num_rows, device=self.device) % self.config.block_size,
             positions=torch.zeros(num_rows, dtype=torch.int64, device=self.device),
         )
