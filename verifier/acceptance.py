@@ -1,0 +1,211 @@
+"""Which drafted tokens the target accepts, and the token it adds itself. Pure: logits and a generator in, verdicts out.
+
+p is the target's law after the transform, q the law the draft was drawn from. For the n drafts x_1..x_n of a request,
+logits rows 0..n give p_1..p_{n+1}; the verdict is the accepted prefix of the drafts and one more token.
+
+    greedy     accept while x_k is the argmax; the next token is the argmax.
+    seeded     accept while x_k is what (seed, output position) picks from p_k; the next token is what it picks there.
+    unseeded   accept x_k with probability min(1, p_k(x_k) / q_k(x_k)); at the first rejection draw from
+               max(0, p_k - q_k) renormalised, after n acceptances draw from p_{n+1}. Drafts without q were decided, not
+               drawn: q_k is one-hot. Where the residual has no mass, p and q agree and p_k serves.
+
+In each case the emitted tokens follow p exactly, whatever the drafts and however many of them were admitted. Knows no
+drafter, no KV and no stop rule: what a request keeps of a verdict is decided where it is applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from scheduler.errors import InternalFault
+from scheduler.wire import Extension, Verdict
+from verifier.sampling import SamplingTable, peak, pick, seeded_pick, transform
+
+Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+_NO_MASS = 1e-8  # a residual this small is rounding
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Some extensions laid end to end, on the host: E extensions, S logits rows, D drafts.
+
+    num_draft, first_row, first_draft: [E]. owner, depth, positions: [S] the row's extension, its number there (0 is the
+    row after the last known token) and its output position. drafts: [D].
+    """
+
+    extensions: Sequence[Extension]
+    num_draft: Ints
+    first_row: Ints
+    first_draft: Ints
+    owner: Ints
+    depth: Ints
+    positions: Ints
+    drafts: Ints
+
+    @classmethod
+    def build(cls, extensions: Sequence[Extension]) -> _Batch:
+        num_draft = np.array([e.num_draft for e in extensions], dtype=np.int64)
+        first_row = np.cumsum(num_draft + 1) - num_draft - 1
+        owner = np.repeat(np.arange(len(extensions)), num_draft + 1)
+        depth = np.arange(len(owner)) - first_row[owner]
+        output_index = np.array([e.output_index for e in extensions], dtype=np.int64)
+        return cls(
+            extensions=extensions,
+            num_draft=num_draft,
+            first_row=first_row,
+            first_draft=np.cumsum(num_draft) - num_draft,
+            owner=owner,
+            depth=depth,
+            positions=output_index[owner] + depth,
+            drafts=np.concatenate([e.token_ids[len(e.token_ids) - e.num_draft :] for e in extensions], dtype=np.int64),
+        )
+
+    @property
+    def draft_rows(self) -> Ints:
+        """[D] the row that judges each draft."""
+        return np.flatnonzero(self.depth < self.num_draft[self.owner])
+
+
+def judge(
+    *, logits: Tensor, extensions: Sequence[Extension], generator: torch.Generator | None = None
+) -> list[Verdict]:
+    """One verdict per extension, in order. Every extension given here samples.
+
+    logits: [S, V]; num_draft + 1 consecutive rows per extension, the first being the law after its last known token.
+    generator: on the device of the logits; independent of the drafter's (noise.fresh_generator). None is torch's own.
+    Raises InternalFault when a row has no law (NaN, +inf or nothing but -inf), ValueError for drafts that cannot be.
+    """
+    if not extensions:
+        return []
+    batch = _Batch.build(extensions)
+    _refuse_misfits(batch, logits)
+    table = SamplingTable.build([e.params for e in extensions], logits.device)
+    logits = _forbid_early_stops(logits, batch)
+    logits = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
+    tops, targets = peak(logits)
+    answers = [targets, torch.isfinite(tops).to(torch.int64)]
+    if table.any_seeded:
+        rows = np.flatnonzero(table.seeded[batch.owner])
+        picker, positions = table.take(batch.owner[rows]), torch.from_numpy(batch.positions[rows]).to(logits.device)
+        picked = seeded_pick(_select(logits, rows), picker, positions)
+        answers[0] = targets.index_copy(0, torch.from_numpy(rows).to(logits.device), picked)
+    if table.any_unseeded:
+        unseeded = ~(table.greedy | table.seeded)
+        rows = np.flatnonzero(unseeded[batch.owner])
+        law = transform(_select(logits, rows), table.take(batch.owner[rows]))
+        part = _Batch.build([e for e, chosen in zip(extensions, unseeded, strict=True) if chosen])
+        answers += _reject(law, part, generator)
+    return _verdicts(batch, table, torch.cat(answers).cpu().numpy())
+
+
+def _refuse_misfits(batch: _Batch, logits: Tensor) -> None:
+    if len(batch.owner) != logits.shape[0]:
+        raise ValueError(
+            f"logits must hold num_draft + 1 rows per extension: {len(batch.owner)}; got {logits.shape[0]}"
+        )
+    for extension in batch.extensions:
+        if not extension.samples or not 0 <= extension.num_draft < len(extension.token_ids):
+            raise ValueError(f"extension of {extension.request_id} must sample and hold a token before its drafts")
+    if ((batch.drafts < 0) | (batch.drafts >= logits.shape[1])).any():
+        raise ValueError(f"draft token ids must lie in 0..{logits.shape[1] - 1}")
+
+
+def _forbid_early_stops(logits: Tensor, batch: _Batch) -> Tensor:
+    """-inf at the stop ids in rows before min_tokens; the caller's logits stay as they are."""
+    rows: list[int] = []
+    ids: list[int] = []
+    for i, extension in enumerate(batch.extensions):
+        params = extension.params
+        num_early = min(params.min_tokens - extension.output_index, extension.num_draft + 1)
+        stops = [s for s in params.stop_ids if 0 <= s < logits.shape[1]] if num_early > 0 else []
+        for row in range(batch.first_row[i], batch.first_row[i] + max(0, num_early)):
+            rows += [row] * len(stops)
+            ids += stops
+    if not rows:
+        return logits
+    logits = logits.clone()
+    logits[rows, ids] = -torch.inf
+    return logits
+
+
+def _select(logits: Tensor, rows: Ints) -> Tensor:
+    """These rows (ascending); all of them without a copy."""
+    return logits if len(rows) == len(logits) else logits.index_select(0, torch.from_numpy(rows).to(logits.device))
+
+
+def _reject(law: Tensor, batch: _Batch, generator: torch.Generator | None) -> list[Tensor]:
+    """Rejection sampling of unseeded extensions under law [S, V]: accepted drafts and next token, both int64 [E]."""
+    device, num_drafts = law.device, len(batch.drafts)
+    first_row, first_draft, num_draft = torch.from_numpy(
+        np.stack([batch.first_row, batch.first_draft, batch.num_draft])
+    ).to(device)
+    if num_drafts == 0:
+        return [num_draft, pick(law, generator)]
+    q_ids, q_probs, q_of_drafts = _proposals(batch)
+    draft_rows = batch.draft_rows
+    rows, drafts, owner, depth = torch.from_numpy(
+        np.stack([draft_rows, batch.drafts, batch.owner[draft_rows], batch.depth[draft_rows]])
+    ).to(device)
+    noise = torch.rand(num_drafts, dtype=torch.float64, device=device, generator=generator)
+    passed = noise * torch.from_numpy(q_of_drafts).to(device) < law[rows, drafts]
+    lanes = torch.zeros(len(batch.extensions), int(batch.num_draft.max()), dtype=torch.int64, device=device)
+    num_accepted = lanes.index_put((owner, depth), passed.to(torch.int64)).cumprod(dim=1).sum(dim=1)
+
+    target = law.index_select(0, first_row + num_accepted)
+    # The last row of q is empty: it stands for "every draft was accepted", where the residual is the target itself.
+    q_rows = torch.where(num_accepted < num_draft, first_draft + num_accepted, num_drafts)
+    residual = target.scatter_add(
+        1, torch.from_numpy(q_ids).to(device)[q_rows], torch.from_numpy(q_probs).to(device, law.dtype)[q_rows].neg_()
+    ).clamp_min_(0)
+    agrees = residual.sum(dim=1, keepdim=True) <= _NO_MASS
+    return [num_accepted, pick(residual.addcmul_(target, agrees.to(law.dtype)), generator)]
+
+
+def _proposals(batch: _Batch) -> tuple[Ints, npt.NDArray[np.float32], npt.NDArray[np.float64]]:
+    """q of every draft and one empty row, ids and probs [D + 1, K] (no id: 0 with mass 0), and q of the drafts, [D]."""
+    width = max([1, *(e.q_ids.shape[1] for e in batch.extensions if e.q_ids is not None)])
+    q_ids = np.full((len(batch.drafts) + 1, width), -1, dtype=np.int64)
+    q_probs = np.zeros(q_ids.shape, dtype=np.float32)
+    for extension, first in zip(batch.extensions, batch.first_draft, strict=True):
+        here = slice(first, first + extension.num_draft)
+        if extension.q_ids is None or extension.q_probs is None:
+            q_ids[here, 0], q_probs[here, 0] = batch.drafts[here], 1
+            continue
+        if extension.q_ids.shape != extension.q_probs.shape or len(extension.q_ids) != extension.num_draft:
+            raise ValueError(f"q_ids and q_probs of {extension.request_id} must both be [num_draft, K]")
+        q_ids[here, : extension.q_ids.shape[1]] = extension.q_ids
+        q_probs[here, : extension.q_ids.shape[1]] = extension.q_probs
+    q_probs[q_ids < 0] = 0
+    of_drafts = np.where(q_ids[:-1] == batch.drafts[:, None], q_probs[:-1], 0).sum(axis=1, dtype=np.float64)
+    if not (np.isfinite(q_probs).all() and (q_probs >= 0).all() and (of_drafts > 0).all()):
+        raise ValueError("q_probs must be finite, not negative, and give every draft token some mass")
+    return q_ids.clip(min=0), q_probs, of_drafts
+
+
+def _verdicts(batch: _Batch, table: SamplingTable, answers: Ints) -> list[Verdict]:
+    """answers: targets [S], is each row finite [S], then num_accepted [R] and next token [R] of the unseeded."""
+    targets, finite, unseeded = np.split(answers, [len(batch.owner), 2 * len(batch.owner)])
+    if not finite.all():
+        row = int(np.argmin(finite))
+        request_id = batch.extensions[batch.owner[row]].request_id
+        raise InternalFault(f"the target's logits are not finite: {request_id}, output position {batch.positions[row]}")
+    rejections = iter(unseeded.reshape(2, -1).T.tolist())
+    verdicts = []
+    for i, extension in enumerate(batch.extensions):
+        drafts = batch.drafts[batch.first_draft[i] :][: extension.num_draft].tolist()
+        if table.greedy[i] or table.seeded[i]:
+            wanted = targets[batch.first_row[i] :][: extension.num_draft + 1].tolist()
+            num_accepted = next((k for k, draft in enumerate(drafts) if draft != wanted[k]), len(drafts))
+            token = wanted[num_accepted]
+        else:
+            num_accepted, token = next(rejections)
+        verdicts.append(Verdict(extension.request_id, num_accepted, (*drafts[:num_accepted], token)))
+    return verdicts
