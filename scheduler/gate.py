@@ -20,6 +20,8 @@ PROBE_SHARE = 0.008
 _LONGEST_STRETCH = 4.0
 _LONGEST_INTERVAL = 2048
 _NO_PROBE = -1
+# Widths worth telling apart, beside the full one.
+_WIDTHS = (1, 2, 3, 5, 8, 12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class DraftGate:
     def __init__(self, width: int, *, variable_width: bool) -> None:
         """width: most tokens per draft; variable_width: fewer may be asked for, and cost less."""
         self._width = width
-        self._widths = np.arange(1, width + 1) if variable_width else np.array([width])
+        self._widths = np.array([*(w for w in _WIDTHS if variable_width and w < width), width])
         self._interval = 1.0
         self._next_probe = 0
 
