@@ -60,8 +60,12 @@ class Backbone:
             norms = [weights[f"layers.{i}.self_attn.k_norm.weight"] for i in range(decoder.num_layers)]
             self.context_k_norm = torch.stack(norms)[:, None, :]
 
-    def absorb(self, committed: CommittedFeatures) -> None:
-        """Writes the context rows of newly committed positions, in all layers."""
+    def absorb(self, messages: Sequence[CommittedFeatures]) -> None:
+        """Writes the context rows of newly committed positions, in all layers; of two rows for a slot the later stays."""
+        for committed in _merged(messages) if self.device.type == "cpu" else messages:
+            self._write(committed)
+
+    def _write(self, committed: CommittedFeatures) -> None:
         rows = self._context_rows(committed.features.to(self.device, self.dtype), committed.positions.to(self.device))
         slots = committed.slots.to(self.device)
         for layer in range(self.num_layers):
@@ -92,6 +96,17 @@ class Backbone:
             qkv = self.rotary.rotate(layer.project(hidden), cos_sin)
             hidden = layer.finish(hidden, attend(index, qkv))
         return rms_norm(hidden, self.norm, self.eps).view(len(starts), width, -1)
+
+
+def _merged(messages: Sequence[CommittedFeatures]) -> Sequence[CommittedFeatures]:
+    """One message for those that piled up, which costs little more than one of them, unless two write the same slot."""
+    if len(messages) < 2:
+        return messages
+    slots = torch.cat([m.slots for m in messages])
+    if len(slots.unique()) < len(slots):
+        return messages
+    features, positions = torch.cat([m.features for m in messages]), torch.cat([m.positions for m in messages])
+    return [CommittedFeatures(features, slots, positions)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,8 +121,7 @@ class DraftRunner:
     @torch.inference_mode()
     def propose(self, asks: Sequence[DraftAsk], width: int, features: Sequence[CommittedFeatures]) -> list[Draft]:
         """Absorbs `features` in order, then drafts min(width, γ) tokens per ask; none for asks beyond its positions."""
-        for committed in features:
-            self.backbone.absorb(committed)
+        self.backbone.absorb(features)
         width = min(width, self.width)
         able = [ask for ask in asks if ask.start <= self.max_start] if width > 0 else []
         drafted = iter(self._drafts(able, width) if able else ())

@@ -183,6 +183,6 @@ def test_bfloat16_hidden_states_are_close_to_float32(config: DrafterConfig) -> N
     for dtype in ("float32", "bfloat16"):
         runner = DraftRunner(replace(config, dtype=dtype))
         with torch.inference_mode():
-            runner.backbone.absorb(rows(9))
+            runner.backbone.absorb([rows(9)])
             hidden.append(runner.backbone.forward([BlockStart(5, 9, np.array([1, 2, 3], dtype=np.int32))], 7).float())
     assert float((hidden[0] - hidden[1]).norm() / hidden[0].norm()) < 0.03

@@ -100,7 +100,7 @@ def assert_golden(values: dict[str, Tensor], asks: list[DraftAsk], outcome: tupl
 def test_each_prompt_alone_gives_the_reference_tensors(runner: DraftRunner, values: dict[str, Tensor]) -> None:
     for prompt in ("p0", "p1", "p2", "p3"):
         ask = ask_of(values, prompt, first_block=1)
-        runner.backbone.absorb(rows_of(values, ask, 0, ask.start))
+        runner.backbone.absorb([rows_of(values, ask, 0, ask.start)])
         assert_golden(values, [ask], first_round(runner, [ask]))
 
 
@@ -109,7 +109,7 @@ def test_prompts_of_different_lengths_in_one_batch_give_the_reference_tensors(
 ) -> None:
     asks = [ask_of(values, p, first_block=1 + 10 * i) for i, p in enumerate(("p2", "p0", "p3"))]
     for ask in asks:
-        runner.backbone.absorb(rows_of(values, ask, 0, ask.start))
+        runner.backbone.absorb([rows_of(values, ask, 0, ask.start)])
     assert_golden(values, asks, first_round(runner, asks))
 
 
@@ -119,7 +119,7 @@ def test_context_that_arrives_in_chunks_gives_the_reference_tensors(
     asks = [ask_of(values, p, first_block=1 + 10 * i) for i, p in enumerate(("p3", "p1"))]
     for ask in asks:
         for first in range(0, ask.start, 7):
-            runner.backbone.absorb(rows_of(values, ask, first, min(first + 7, ask.start)))
+            runner.backbone.absorb([rows_of(values, ask, first, min(first + 7, ask.start))])
     assert_golden(values, asks, first_round(runner, asks))
 
 
