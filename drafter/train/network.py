@@ -1,0 +1,254 @@
+"""The drafter as trainable modules: DSpark backbone, Markov head and confidence head, under the names of a checkpoint.
+
+Owns the parameters (float32 masters, computed in the features' dtype) and the block attention of training, where all blocks
+of a sequence share one pass over its context. Must not know losses or optimisers. Serving has its own forward
+(drafter/backbone.py); a test holds the two together.
+
+Shapes: S context rows of a sequence, A anchors of it, L slots of each of its blocks (one length per sequence and step),
+N = sum of A L over the batch, C = sum of S, d hidden, m captured layers, r Markov rank, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafter.checkpoint import VOCABULARY, DrafterArchitecture
+from verifier.architecture import Architecture
+from verifier.layers import Rotary, rms_norm
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The blocks of one sequence. anchors: [A] positions, each seeing the context rows before it. anchor_ids: [A]."""
+
+    features: Tensor
+    anchors: Tensor
+    anchor_ids: Tensor
+    length: int
+
+
+class _Weight(nn.Module):
+    """A linear or a norm without a forward of its own: it only gives the parameter its name."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+
+
+class _Attention(nn.Module):
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        d, q_dim, kv_dim = arch.hidden_size, arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+        self.q_proj, self.k_proj, self.v_proj = _Weight(q_dim, d), _Weight(kv_dim, d), _Weight(kv_dim, d)
+        self.o_proj = _Weight(d, q_dim)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        d, f = arch.hidden_size, arch.intermediate_size
+        self.gate_proj, self.up_proj, self.down_proj = _Weight(f, d), _Weight(f, d), _Weight(d, f)
+
+
+class _MarkovHead(nn.Module):
+    def __init__(self, num_previous: int, num_drafted: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1, self.markov_w2 = _Weight(num_previous, rank), _Weight(num_drafted, rank)
+
+
+class _ConfidenceHead(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        self.eps, self.head_dim = arch.rms_norm_eps, arch.head_dim
+        self.num_heads, self.num_kv_heads = arch.num_heads, arch.num_kv_heads
+        self.input_layernorm, self.post_attention_layernorm = _Weight(arch.hidden_size), _Weight(arch.hidden_size)
+        self.self_attn, self.mlp = _Attention(arch), _Mlp(arch)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Block rows [N, d] -> [N, H + 2 KV, hd], not rotated."""
+        attn = self.self_attn
+        weight = torch.cat([attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight])
+        normed = rms_norm(hidden, self.input_layernorm.weight.to(hidden.dtype), self.eps)
+        return _linear(normed, weight).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+
+    def project_context(self, context: Tensor) -> Tensor:
+        """Context rows [C, d] -> [C, 2 KV, hd]; no input norm here."""
+        weight = torch.cat([self.self_attn.k_proj.weight, self.self_attn.v_proj.weight])
+        return _linear(context, weight).view(-1, 2 * self.num_kv_heads, self.head_dim)
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        hidden = hidden + _linear(attended, self.self_attn.o_proj.weight)
+        gate_up = torch.cat([self.mlp.gate_proj.weight, self.mlp.up_proj.weight])
+        normed = rms_norm(hidden, self.post_attention_layernorm.weight.to(hidden.dtype), self.eps)
+        return hidden + _linear(_swiglu(_linear(normed, gate_up)), self.mlp.down_proj.weight)
+
+
+class DraftNetwork(nn.Module):
+    """arch: of the checkpoint to be. embed_tokens [V, d] and lm_head [Vd, d] are the target's: frozen, not stored.
+
+    draft_vocab_ids: [Vd] ascending target ids, or None for all. feature_scale: [m d] by which the target's features are
+    multiplied before `fc`; folded into `fc` on export, so that a checkpoint reads raw features.
+    """
+
+    embed_tokens: Tensor
+    lm_head: Tensor
+    feature_scale: Tensor
+    draft_vocab_ids: Tensor
+    row_of: Tensor
+
+    def __init__(
+        self,
+        arch: DrafterArchitecture,
+        embed_tokens: Tensor,
+        lm_head: Tensor,
+        draft_vocab_ids: Tensor | None,
+        feature_scale: Tensor,
+        *,
+        max_len: int,
+    ) -> None:
+        super().__init__()
+        decoder, rank = arch.decoder, arch.markov_rank
+        d, num_ids = decoder.hidden_size, decoder.vocab_size
+        self.arch, self.reduced, self.eps = arch, draft_vocab_ids is not None, decoder.rms_norm_eps
+        ids = draft_vocab_ids if draft_vocab_ids is not None else torch.arange(num_ids)
+        self.fc = _Weight(d, len(arch.target_layer_ids) * d)
+        self.hidden_norm, self.norm = _Weight(d), _Weight(d)
+        self.layers = nn.ModuleList(DraftLayer(decoder) for _ in range(decoder.num_layers))
+        if rank:
+            self.markov_head = _MarkovHead(len(ids) + self.reduced, len(ids), rank)
+        if arch.has_confidence:
+            self.confidence_head = _ConfidenceHead(d + (rank if arch.confidence_with_markov else 0))
+        row_of = torch.full((num_ids,), len(ids), dtype=torch.int64)
+        row_of[ids] = torch.arange(len(ids))
+        frozen = {
+            "embed_tokens": embed_tokens,
+            "lm_head": lm_head,
+            "feature_scale": feature_scale.to(embed_tokens.dtype),
+        }
+        for name, tensor in {**frozen, "draft_vocab_ids": ids, "row_of": row_of}.items():
+            self.register_buffer(name, tensor, persistent=False)
+        self.rotary = Rotary(decoder, max_len, embed_tokens.dtype, embed_tokens.device)
+
+    def initialise(self, generator: torch.Generator, target_norm: Tensor) -> None:
+        """Normal weights of std 0.02 as in DeepSpec; the last norm starts as the target's, whose head it feeds."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm.weight"):
+                nn.init.ones_(parameter)
+            elif name.endswith(("bias", "markov_w2.weight")) or name.startswith("confidence_head"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.normal_(parameter, std=0.02, generator=generator)
+        with torch.no_grad():
+            self.norm.weight.copy_(target_norm)
+
+    def forward(self, batch: Sequence[Blocks]) -> Tensor:
+        """Hidden states after the last norm of all block slots, [N, d], sequence by sequence, anchor by anchor."""
+        context = self._context(batch)
+        ids = [_block_ids(blocks, self.arch.mask_token_id) for blocks in batch]
+        positions = torch.cat([(b.anchors.unsqueeze(1) + torch.arange(b.length)).flatten() for b in batch])
+        hidden = self.embed_tokens.index_select(0, torch.cat(ids))
+        cos_sin = self.rotary.at(positions)
+        for layer, rows in zip(self.draft_layers, context, strict=True):
+            qkv = self.rotary.rotate(layer.project(hidden), cos_sin)
+            hidden = layer.finish(hidden, _attend(batch, qkv, rows, layer.num_heads))
+        return rms_norm(hidden, self.norm.weight.to(hidden.dtype), self.eps)
+
+    def _context(self, batch: Sequence[Blocks]) -> list[Tensor]:
+        """Per layer, rotated keys and values of all context rows [C, 2 KV, hd]."""
+        features = torch.cat([blocks.features for blocks in batch])
+        normed = rms_norm(
+            _linear(features * self.feature_scale, self.fc.weight), self.hidden_norm.weight.to(features.dtype), self.eps
+        )
+        positions = torch.cat([torch.arange(len(blocks.features)) for blocks in batch])
+        cos_sin = self.rotary.at(positions, self.arch.decoder.num_kv_heads)
+        return [self.rotary.rotate(layer.project_context(normed), cos_sin) for layer in self.draft_layers]
+
+    @property
+    def draft_layers(self) -> list[DraftLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
+
+    def markov(self, previous_ids: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What the Markov head multiplies for these previous target ids [N]: W1 rows [N, r], and W2 [Vd, r]. Of W1 the last
+        row stands for all tokens outside the draft vocabulary."""
+        if not self.arch.markov_rank:
+            return None, None
+        rows = F.embedding(self.row_of.index_select(0, previous_ids), self.markov_head.markov_w1.weight)
+        return rows, self.markov_head.markov_w2.weight
+
+    def confidence_logits(self, hidden: Tensor, embeddings: Tensor | None) -> Tensor:
+        """hidden [N, d], W1 rows of the previous tokens [N, r] -> [N] float32."""
+        head = self.confidence_head.proj
+        parts = [hidden.float()] + (
+            [embeddings.float()] if self.arch.confidence_with_markov and embeddings is not None else []
+        )
+        return F.linear(torch.cat(parts, dim=-1), head.weight, head.bias).squeeze(-1)
+
+    @torch.no_grad()
+    def checkpoint_tensors(self, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+        """What `write_checkpoint` takes: names and shapes of the DeepSpec format, features read raw."""
+        tensors = {name: parameter.detach().to(dtype) for name, parameter in self.named_parameters()}
+        tensors["fc.weight"] = (self.fc.weight * self.feature_scale.float()).to(dtype)
+        if self.reduced:
+            tensors[VOCABULARY] = self.draft_vocab_ids.to(torch.int32)
+        return tensors
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight.to(x.dtype))
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _block_ids(blocks: Blocks, mask_token_id: int) -> Tensor:
+    """[A L]: the anchor, then masks."""
+    ids = torch.full((len(blocks.anchors), blocks.length), mask_token_id, dtype=torch.int64)
+    ids[:, 0] = blocks.anchor_ids
+    return ids.flatten()
+
+
+def _attend(batch: Sequence[Blocks], qkv: Tensor, context: Tensor, num_heads: int) -> Tensor:
+    """qkv [N, H + 2 KV, hd], context [C, 2 KV, hd] -> [N, H * hd]."""
+    rows = qkv.split([len(blocks.anchors) * blocks.length for blocks in batch])
+    contexts = context.split([len(blocks.features) for blocks in batch])
+    parts = zip(batch, rows, contexts, strict=True)
+    return torch.cat([_attend_sequence(blocks, part, seen, num_heads) for blocks, part, seen in parts])
+
+
+def _attend_sequence(blocks: Blocks, qkv: Tensor, context: Tensor, num_heads: int) -> Tensor:
+    """Every slot sees the context rows before its anchor, and its whole block. [A L, H + 2 KV, hd] -> [A L, H * hd].
+
+    The context is one large product for all anchors of the sequence; the block's own keys are a small product per anchor.
+    """
+    num_anchors, length, hd = len(blocks.anchors), blocks.length, qkv.shape[-1]
+    num_kv_heads, num_rows = context.shape[1] // 2, context.shape[0]
+    group = num_heads // num_kv_heads
+    query, key, value = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    # [KV, A, L G, hd]: query heads that share a key head are rows of one product
+    query = (query * hd**-0.5).view(num_anchors, length, num_kv_heads, group, hd).permute(2, 0, 1, 3, 4)
+    query = query.reshape(num_kv_heads, num_anchors, length * group, hd)
+    own_key, own_value = (x.view(num_anchors, length, num_kv_heads, hd).permute(2, 0, 1, 3) for x in (key, value))
+    seen_key, seen_value = context.transpose(0, 1).split(num_kv_heads)
+
+    scores = torch.bmm(query.flatten(1, 2), seen_key.transpose(1, 2)).view(num_kv_heads, num_anchors, -1, num_rows)
+    hidden = torch.arange(num_rows) >= blocks.anchors.unsqueeze(1)
+    scores = scores.masked_fill(hidden[None, :, None, :], float("-inf"))
+    own_scores = torch.matmul(query, own_key.transpose(2, 3))
+    weights = torch.cat((scores, own_scores), dim=-1).softmax(-1)
+    from_context = torch.bmm(weights[..., :num_rows].flatten(1, 2), seen_value).view(num_kv_heads, num_anchors, -1, hd)
+    attended = from_context + torch.matmul(weights[..., num_rows:], own_value)
+    attended = attended.view(num_kv_heads, num_anchors, length, group, hd).permute(1, 2, 0, 3, 4)
+    return attended.reshape(num_anchors * length, num_heads * hd)

