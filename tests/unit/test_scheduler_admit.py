@@ -129,7 +129,7 @@ stairs = st.lists(st.sampled_from([0.0, 0.0, 0.01, 0.1, 0.5]), min_size=25, max_
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(confidence=confidences, seconds=stairs)
 def test_fast_algorithm1_equals_the_papers_loop(confidence: list[list[float]], seconds: np.ndarray) -> None:
     c = np.array(confidence)
@@ -138,7 +138,7 @@ def test_fast_algorithm1_equals_the_papers_loop(confidence: list[list[float]], s
     assert fast == slow_algorithm1(survival.tolist(), seconds.tolist(), len(c))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     confidence=confidences,
     seconds=stairs,

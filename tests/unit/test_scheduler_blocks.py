@@ -1,0 +1,230 @@
+"""Blocks, the prefix cache and block tables: what is taken comes back, and a hit is never somebody else's text."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.blocks import BlockAllocator, OutOfBlocks
+from scheduler.errors import InternalFault
+from scheduler.live import Live, new_live
+from scheduler.prefix import ROOT, PrefixCache
+from scheduler.tables import BlockTables
+from scheduler.wire import Request, SamplingParams
+
+SIZE = 4
+
+
+def live_of(tokens: list[int], max_tokens: int = 8, name: str = "r") -> Live:
+    request = Request(name, tuple(tokens), SamplingParams(max_tokens=max_tokens))
+    return new_live(request, sequence=0, now=0.0, deadline_s=1e9, block_size=SIZE)
+
+
+def computed(tables: BlockTables, tokens: list[int], *, stamp: int = 0) -> Live:
+    """A request whose prompt has all its rows, published."""
+    live = live_of(tokens)
+    tables.restore(live)
+    assert tables.grow(live, live.num_known)
+    live.num_computed = live.num_known - 1
+    tables.publish(live, stamp)
+    return live
+
+
+def test_block_zero_is_never_handed_out() -> None:
+    allocator = BlockAllocator(5)
+    assert sorted(allocator.take(4)) == [1, 2, 3, 4]
+    with pytest.raises(OutOfBlocks):
+        allocator.take(1)
+
+
+def test_a_failed_take_takes_nothing() -> None:
+    allocator = BlockAllocator(5)
+    with pytest.raises(OutOfBlocks):
+        allocator.take(5)
+    assert allocator.num_free == 4
+
+
+def test_a_shared_block_is_free_after_its_last_holder() -> None:
+    allocator = BlockAllocator(3)
+    (block,) = allocator.take(1)
+    assert allocator.share(block) == 2
+    assert allocator.give_back(block) == 1
+    assert allocator.num_free == 1
+    assert allocator.give_back(block) == 0
+    assert allocator.num_free == 2
+
+
+def test_giving_back_twice_is_a_fault_not_a_corruption() -> None:
+    allocator = BlockAllocator(3)
+    (block,) = allocator.take(1)
+    allocator.give_back(block)
+    with pytest.raises(InternalFault, match="more often than it was taken"):
+        allocator.give_back(block)
+    with pytest.raises(InternalFault):
+        allocator.give_back(0)
+    with pytest.raises(InternalFault, match="nobody holds it"):
+        allocator.share(block)
+
+
+def test_integrity_names_a_leaked_block() -> None:
+    allocator = BlockAllocator(4)
+    first, second = allocator.take(2)
+    allocator.check_integrity([first, second])
+    with pytest.raises(InternalFault, match=f"block {second} counts 1 holders but has 0"):
+        allocator.check_integrity([first])
+
+
+def test_a_hit_shares_the_blocks_and_leaves_a_token_to_compute() -> None:
+    tables = BlockTables(16, SIZE, cached=True)
+    first = computed(tables, [*range(12), 99])
+    for num_tokens, hit in ((3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12)):
+        second = live_of([*range(12), 99][:num_tokens])
+        tables.restore(second)
+        assert second.num_computed == hit, num_tokens
+        assert second.block_table[: second.num_blocks].tolist() == first.block_table[: hit // SIZE].tolist()
+        tables.check_integrity([first, second])
+        tables.release(second)
+
+
+def test_a_block_whose_rows_the_drafter_has_not_absorbed_is_no_hit_yet() -> None:
+    tables = BlockTables(16, SIZE, cached=True)
+    computed(tables, [*range(5)], stamp=7)
+    tables.cache.horizon = 6
+    early = live_of([*range(5)])
+    tables.restore(early)
+    assert early.num_computed == 0
+    tables.cache.horizon = 7
+    tables.restore(early)
+    assert early.num_computed == 4
+
+
+def test_equal_tokens_after_different_prefixes_are_different_blocks() -> None:
+    tables = BlockTables(16, SIZE, cached=True)
+    computed(tables, [1, 1, 1, 1, 5, 6, 7, 8, 0])
+    other = live_of([2, 2, 2, 2, 5, 6, 7, 8, 0])
+    tables.restore(other)
+    assert other.num_computed == 0
+
+
+def test_computing_cached_tokens_again_ends_in_one_copy() -> None:
+    """Two requests with one prompt computed side by side: the second's blocks are given back for the first's."""
+    tables = BlockTables(16, SIZE, cached=True)
+    first, second = live_of([*range(9)]), live_of([*range(9)], name="s")
+    for live in (first, second):
+        tables.grow(live, 9)
+        live.num_computed = 8
+    tables.publish(first, 0)
+    tables.publish(second, 0)
+    assert first.block_table[:2].tolist() == second.block_table[:2].tolist()
+    assert first.block_table[2] != second.block_table[2]
+    assert tables.num_used == 4
+    tables.check_integrity([first, second])
+
+
+def test_the_least_recently_used_blocks_go_first_and_leaves_before_parents() -> None:
+    tables = BlockTables(8, SIZE, cached=True)
+    for tokens in ([1] * 9, [2] * 9, [3] * 9):
+        tables.release(computed(tables, tokens))
+    assert tables.cache.num_idle == 6
+    warm = live_of([1] * 9)
+    tables.restore(warm)
+    assert warm.num_computed == 8
+    tables.release(warm)
+    tables.cache.take(2)
+    for tokens, hit in (([1] * 9, 8), ([2] * 9, 4), ([3] * 9, 8)):
+        live = live_of(tokens)
+        tables.restore(live)
+        assert live.num_computed == hit, tokens
+        tables.release(live)
+    tables.cache.check_integrity()
+
+
+def test_blocks_in_use_are_never_evicted() -> None:
+    tables = BlockTables(5, SIZE, cached=True)
+    computed(tables, [1] * 9)
+    with pytest.raises(OutOfBlocks):
+        tables.cache.take(2)
+    assert len(tables.cache.take(1)) == 1
+
+
+def test_a_failed_take_evicts_nothing() -> None:
+    tables = BlockTables(5, SIZE, cached=True)
+    tables.release(computed(tables, [1] * 9))
+    with pytest.raises(OutOfBlocks):
+        tables.cache.take(5)
+    assert tables.cache.num_idle == 2
+
+
+def test_clearing_leaves_blocks_in_use_with_their_requests() -> None:
+    tables = BlockTables(8, SIZE, cached=True)
+    live = computed(tables, [1] * 9)
+    tables.cache.clear()
+    tables.check_integrity([live])
+    late = live_of([1] * 9)
+    tables.restore(late)
+    assert late.num_computed == 0
+    tables.release(live)
+    assert tables.allocator.num_free == 7
+
+
+def test_a_name_is_never_used_again() -> None:
+    """A stale name must not lead into a prefix that took its place."""
+    cache = PrefixCache(BlockAllocator(8), SIZE)
+    names = set()
+    for _ in range(3):
+        (block,) = cache.take(1)
+        name, _ = cache.insert(ROOT, b"same", block, 0)
+        names.add(name)
+        cache.give_back([block])
+        cache.clear()
+    assert len(names) == 3
+
+
+def test_growing_past_the_pool_changes_nothing() -> None:
+    tables = BlockTables(4, SIZE, cached=True)
+    live = live_of([1] * 9, max_tokens=20)
+    assert tables.grow(live, 8)
+    assert not tables.grow(live, 17)
+    assert live.num_blocks == 2
+    assert tables.grow(live, 12)
+    tables.check_integrity([live])
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_a_hit_is_always_the_longest_published_prefix_still_there(data: st.DataObject) -> None:
+    """Against a slow twin that keeps whole token lists; random use, sharing and eviction."""
+    tables = BlockTables(data.draw(st.integers(6, 14)), 2, cached=True)
+    running: list[Live] = []
+    contents: dict[int, tuple[int, ...]] = {}
+    for step in range(40):
+        if running and data.draw(st.booleans()):
+            tables.release(running.pop(data.draw(st.integers(0, len(running) - 1))))
+        tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=9))
+        request = Request(str(step), tuple(tokens), SamplingParams(max_tokens=1))
+        live = new_live(request, sequence=step, now=0.0, deadline_s=1e9, block_size=2)
+        tables.restore(live)
+        for index, block in enumerate(live.block_table[: live.num_blocks].tolist()):
+            assert contents[block] == tuple(tokens[: 2 * index + 2])
+        assert live.num_computed < len(tokens)
+        if not tables.grow(live, len(tokens)):
+            tables.release(live)
+            continue
+        live.num_computed = len(tokens) - 1
+        for index in range(live.num_computed // 2):
+            contents[int(live.block_table[index])] = tuple(tokens[: 2 * index + 2])
+        tables.publish(live, 0)
+        running.append(live)
+        tables.check_integrity(running)
+    for live in running:
+        tables.release(live)
+    assert tables.num_used == 0
+
+
+def test_tokens_survive_in_the_block_table_of_numpy_integers() -> None:
+    tables = BlockTables(16, SIZE, cached=True)
+    live = computed(tables, [*range(9)])
+    assert live.block_table.dtype == np.int32
+    assert live.blocks().base is None, "a plan's table must not change when the request's does"

@@ -1,0 +1,728 @@
+"""One step at a time: what each verb does, with toy workers that keep real caches."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.config import SchedulerConfig
+from scheduler.core import PrefixScheduler
+from scheduler.errors import BadParams, DrafterLost, InternalFault, Overloaded, SettingsError, TooLong
+from scheduler.wire import Draft, FinishReason, Request, SamplingParams, Verdict
+from tests.unit.scheduler_toys import (
+    Bench,
+    ToyDrafter,
+    ToyVerifier,
+    always,
+    flat_curve,
+    never,
+    plain,
+    sometimes,
+)
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def bench_with(
+    planner: str = "fixed:5", *, width: int = 5, knows: object = always, drafter: bool = True, **settings_: object
+) -> Bench:
+    """Toy workers with room; settings_ are the verifier's or the scheduler's."""
+    of_verifier = {f.name for f in dataclasses.fields(ToyVerifier)} & set(settings_)
+    verifier = ToyVerifier(**{name: settings_.pop(name) for name in of_verifier})  # type: ignore[arg-type]
+    toy = ToyDrafter(verifier, width=width, knows=knows) if drafter else None  # type: ignore[arg-type]
+    return Bench(SchedulerConfig(planner=planner, **settings_), verifier, toy, flat_curve(width=width))  # type: ignore[arg-type]
+
+
+def text(**params: object) -> list[int]:
+    return plain(PROMPT, SamplingParams(temperature=0.0, **params))  # type: ignore[arg-type]
+
+
+# -- block boundaries (faults A13, B17, B23, B26, B27) --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 7])
+@pytest.mark.parametrize("max_tokens", range(1, 21))
+def test_max_tokens_cuts_inside_a_block(width: int, max_tokens: int) -> None:
+    bench = bench_with(f"fixed:{width}", width=width)
+    bench.add("r", PROMPT, max_tokens=max_tokens)
+    bench.run()
+    ending = bench.ending("r")
+    assert bench.output("r") == text(max_tokens=max_tokens)
+    assert ending.finish_reason is FinishReason.LENGTH
+    assert ending.usage is not None and ending.usage.completion_tokens == max_tokens
+
+
+def test_an_oracle_for_200_tokens_doubles_nothing() -> None:
+    bench = bench_with("fixed:7", width=7, max_model_len=256, num_blocks=80)
+    bench.add("r", PROMPT, max_tokens=200)
+    bench.run()
+    assert bench.output("r") == text(max_tokens=200)
+    assert bench.core.stats().num_accepted_tokens == bench.core.stats().num_verified_tokens
+
+
+@pytest.mark.parametrize("position", range(0, 14))
+def test_a_stop_inside_an_accepted_block_ends_the_text_there(position: int) -> None:
+    """Greedy first, then a token that was produced is declared to be the stop."""
+    stop = text(max_tokens=20)[position]
+    expected = text(max_tokens=20, stop_ids=(stop,))
+    bench = bench_with("fixed:7", width=7)
+    bench.add("r", PROMPT, max_tokens=20, stop_ids=(stop,))
+    bench.run()
+    ending = bench.ending("r")
+    assert bench.output("r") == expected and expected[-1] == stop
+    assert ending.finish_reason is FinishReason.STOP
+    assert ending.usage is not None and ending.usage.completion_tokens == len(expected)
+
+
+def test_accepted_tokens_behind_a_stop_are_not_counted() -> None:
+    stop = text(max_tokens=20)[3]
+    bench = bench_with("fixed:7", width=7)
+    bench.add("r", PROMPT, max_tokens=20, stop_ids=(stop,))
+    bench.run()
+    last = bench.ending("r")
+    # First token by the prefill, then one round whose third accepted draft is the stop.
+    assert (last.num_verified, last.num_accepted, len(last.token_ids)) == (7, 3, 3)
+    assert bench.core.stats().num_accepted_tokens == 3
+    assert bench.core.stats().num_round_tokens == 3
+
+
+@pytest.mark.parametrize("min_tokens", range(0, 9))
+def test_min_tokens_puts_off_a_stop_and_no_longer_than_asked(min_tokens: int) -> None:
+    stops = tuple(text(max_tokens=3))
+    bench = bench_with("fixed:5")
+    bench.add("r", PROMPT, max_tokens=30, min_tokens=min_tokens, stop_ids=stops)
+    bench.run()
+    expected = text(max_tokens=30, min_tokens=min_tokens, stop_ids=stops)
+    assert bench.output("r") == expected
+    assert len(expected) > min_tokens
+    assert not set(expected[:min_tokens]) & set(stops)
+
+
+def test_a_stop_the_verifier_let_through_before_min_tokens_does_not_end_the_request() -> None:
+    core = PrefixScheduler(SchedulerConfig(planner="off"), ToyVerifier().info())
+    params = SamplingParams(max_tokens=5, min_tokens=2, stop_ids=(7,))
+    core.add(Request("r", (1, 2), params), 0.0)
+    endings = []
+    for _ in range(3):
+        core.plan([], 0.0)
+        (delta,) = core.apply([Verdict("r", 0, (7,))], 0.0)
+        endings.append(delta.finish_reason)
+    assert endings == [None, None, FinishReason.STOP]
+
+
+def test_a_stop_at_the_last_token_counts_as_a_stop() -> None:
+    stop = text(max_tokens=6)[-1]
+    bench = bench_with()
+    bench.add("r", PROMPT, max_tokens=6, stop_ids=(stop,))
+    bench.run()
+    assert bench.ending("r").finish_reason is FinishReason.STOP
+
+
+# -- what is drafted, and for whom -----------------------------------------------------------------------------------------
+
+
+def test_drafts_never_run_past_what_the_request_may_still_get() -> None:
+    bench = bench_with("fixed:5")
+    bench.add("r", PROMPT, max_tokens=9)
+    bench.run()
+    assert bench.drafter is not None
+    widths = [width for asks, width, _ in bench.drafter.calls if asks]
+    assert widths == [5, 1], "8 tokens after the first: 5 + 1, then 2 are left, of which the last is the target's own"
+
+
+def test_the_first_token_is_no_round_and_has_no_draft() -> None:
+    bench = bench_with()
+    bench.add("r", PROMPT, max_tokens=3)
+    bench.run()
+    first, *others = bench.deltas["r"]
+    assert not first.is_round and len(first.token_ids) == 1
+    assert all(delta.is_round for delta in others)
+
+
+def test_a_draft_context_shorter_than_the_targets_means_decoding_on_without_drafts() -> None:
+    bench = bench_with("fixed:5", max_model_len=96)
+    assert bench.drafter is not None
+    bench.drafter.max_len = 24
+    info = bench.drafter.info()
+    bench.core.drafter_back(info)
+    bench.add("r", PROMPT, max_tokens=60)
+    bench.run()
+    assert bench.output("r") == text(max_tokens=60)
+    drafted = [delta for delta in bench.deltas["r"] if delta.num_drafted]
+    assert drafted and not bench.deltas["r"][-1].num_drafted
+
+
+def test_planner_off_asks_no_drafter_and_captures_nothing() -> None:
+    bench = bench_with("off")
+    bench.add("r", PROMPT, max_tokens=10)
+    bench.run()
+    assert bench.drafter is not None and not bench.drafter.calls
+    assert not any(plan.capture for plan in bench.verifier.plans)
+    assert bench.output("r") == text(max_tokens=10)
+
+
+def test_without_a_curve_everything_drafted_is_verified_and_the_stats_say_why() -> None:
+    bench = bench_with("algorithm1", knows=never)
+    bench = Bench(bench.config, bench.verifier, bench.drafter, None)
+    bench.add("r", PROMPT, max_tokens=12)
+    bench.run()
+    stats = bench.core.stats()
+    assert stats.num_verified_tokens > 0
+    assert stats.trim_off_reason == "no cost curve"
+    assert bench_with("algorithm1").core.stats().trim_off_reason == ""
+
+
+def test_algorithm1_trims_under_a_steep_curve_and_not_under_a_flat_one() -> None:
+    budgets = {}
+    for name, token_s in (("flat", 0.0), ("steep", 0.02)):
+        verifier = ToyVerifier()
+        drafter = ToyDrafter(verifier, knows=sometimes, confidence=lambda row, k: 0.6)
+        config = SchedulerConfig(planner="algorithm1")
+        bench = Bench(config, verifier, drafter, flat_curve(token_s=token_s, draft_s=1e-9))
+        for i in range(6):
+            bench.add(f"r{i}", [i, *PROMPT], max_tokens=16)
+        bench.run()
+        stats = bench.core.stats()
+        budgets[name] = stats.verify_budget_sum / stats.verify_budget_count
+    assert budgets["flat"] > 4
+    assert budgets["steep"] < 1.5
+
+
+def test_a_drafter_that_is_never_right_is_asked_ever_less() -> None:
+    bench = bench_with("algorithm1", knows=never, max_model_len=600, num_blocks=160)
+    bench.core.drafting.curve = flat_curve(draft_s=0.01)
+    bench.add("r", PROMPT, max_tokens=500)
+    bench.run()
+    assert bench.drafter is not None
+    asked = sum(1 for asks, _, _ in bench.drafter.calls if asks)
+    stats = bench.core.stats()
+    assert stats.num_gate_shut_steps > 400
+    assert asked < 60
+    assert stats.num_gate_probes > 0
+    assert bench.output("r") == text(max_tokens=500)
+
+
+def test_a_draft_made_for_a_request_that_is_gone_is_dropped() -> None:
+    """Cancelled while the drafter worked, and its id used again."""
+    bench = bench_with()
+    bench.add("r", PROMPT, max_tokens=10)
+    bench.step()
+
+    def swap() -> None:
+        bench.cancel("r")
+        bench.add("r", [2, *PROMPT], max_tokens=10)
+
+    bench.step(during_draft=swap)
+    bench.run()
+    endings = [d for d in bench.deltas["r"] if d.finish_reason is not None]
+    assert [d.finish_reason for d in endings] == [FinishReason.CANCELLED, FinishReason.LENGTH]
+    after = bench.deltas["r"][bench.deltas["r"].index(endings[0]) + 1 :]
+    assert [t for d in after for t in d.token_ids] == plain([2, *PROMPT], SamplingParams(max_tokens=10))
+
+
+def test_a_drafters_wrong_answer_is_a_lost_drafter_not_a_wrong_text() -> None:
+    bench = bench_with()
+    bench.add("r", PROMPT, max_tokens=10)
+    bench.step()
+    call = bench.core.choose_drafts()
+    good = Draft("r", np.array([1, 2], dtype=np.int32), None)
+    bench.core.check_drafts([good])
+    for bad in (
+        [],
+        [good, good],
+        [dataclasses.replace(good, request_id="x")],
+        [dataclasses.replace(good, token_ids=np.array([1, 50], dtype=np.int32))],
+        [dataclasses.replace(good, token_ids=np.array([-1], dtype=np.int32))],
+        [dataclasses.replace(good, token_ids=np.zeros(call.width + 1, dtype=np.int32))],
+    ):
+        with pytest.raises(DrafterLost):
+            bench.core.check_drafts(bad)
+
+
+# -- plan and apply ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_step_mixes_prefill_plain_decoding_and_drafts() -> None:
+    bench = bench_with("fixed:3", prefill_chunk=4)
+    bench.add("a", PROMPT[:3], max_tokens=30)
+    bench.step()
+    assert bench.drafter is not None
+    bench.add("long", [7] * 30, max_tokens=4)
+    bench.step()
+    mixed = bench.verifier.plans[-1]
+    decode, prefill = mixed.extensions
+    assert (decode.request_id, len(decode.token_ids), decode.num_draft, decode.samples) == ("a", 4, 3, True)
+    assert (prefill.request_id, len(prefill.token_ids), prefill.num_draft, prefill.samples) == ("long", 4, 0, False)
+    bench.run()
+    assert bench.output("a") == plain(PROMPT[:3], SamplingParams(max_tokens=30))
+    assert bench.output("long") == plain([7] * 30, SamplingParams(max_tokens=4))
+
+
+def test_prefill_stays_within_its_budget_over_all_requests() -> None:
+    bench = bench_with("off", prefill_chunk=6, num_blocks=100)
+    for i in range(5):
+        bench.add(f"r{i}", [i] * 20, max_tokens=3)
+    bench.run()
+    for plan in bench.verifier.plans:
+        assert sum(len(e.token_ids) for e in plan.extensions if len(e.token_ids) > 1 or not e.samples) <= 6
+
+
+def test_a_plan_is_a_value_that_can_be_sent_and_does_not_change_later() -> None:
+    bench = bench_with()
+    bench.add("r", PROMPT, max_tokens=30)
+    bench.step()
+    bench.step()
+    plan = bench.verifier.plans[-1]
+    before = pickle.dumps(plan)
+    bench.run()
+    assert pickle.dumps(plan) == before
+    assert len(before) < 2000
+
+
+def test_verdicts_of_another_plan_are_refused() -> None:
+    bench = bench_with()
+    bench.add("r", PROMPT, max_tokens=30)
+    with pytest.raises(InternalFault, match="without a plan"):
+        bench.core.apply([], 0.0)
+    bench.core.plan([], 0.0)
+    with pytest.raises(InternalFault, match="not those of the plan"):
+        bench.core.apply([Verdict("x", 0, (1,))], 0.0)
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        Verdict("r", 6, (1, 2, 3, 4, 5, 6, 7)),
+        Verdict("r", 1, (1,)),
+        Verdict("r", -1, ()),
+        Verdict("r", 1, (49, 1)),
+        Verdict("r", 0, (50,)),
+        Verdict("r", 0, (-1,)),
+        Verdict("r", 0, ()),
+    ],
+)
+def test_an_impossible_verdict_fails_its_request_and_no_other(verdict: Verdict) -> None:
+    bench = bench_with()
+    for name in ("r", "s"):
+        bench.add(name, PROMPT if name == "r" else [1, 2], max_tokens=20)
+    bench.step()
+    call = bench.core.choose_drafts()
+    assert bench.drafter is not None
+    drafts = bench.drafter.propose_now(call.asks, call.width, bench.features)
+    bench.features = []
+    plan = bench.core.plan(drafts, 0.0)
+    verdicts, features = bench.verifier.verify_now(plan)
+    bench.features = [features] if features else []
+    first_draft = int(drafts[0].token_ids[0])
+    assert first_draft != 49
+    bench.collect(bench.core.apply([verdict, verdicts[1]], 0.0))
+    failed = bench.ending("r")
+    assert failed.finish_reason is FinishReason.ERROR
+    assert failed.error is not None and failed.error[0] == "InternalFault"
+    bench.core.check_integrity()
+    bench.run()
+    assert bench.output("s") == plain([1, 2], SamplingParams(max_tokens=20))
+    assert bench.core.stats().failed == {"InternalFault": 1}
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    num_blocks=st.integers(14, 24),
+    confidence=st.lists(st.lists(st.floats(0, 1), min_size=5, max_size=5), min_size=3, max_size=3),
+    later=st.lists(st.floats(0, 1), min_size=5, max_size=5),
+    row=st.integers(0, 2),
+    k=st.integers(0, 4),
+    token_s=st.sampled_from([1e-5, 1e-3, 4e-3]),
+)
+def test_scarce_blocks_never_let_a_token_decide_on_itself(
+    num_blocks: int, confidence: list[list[float]], later: list[float], row: int, k: int, token_s: float
+) -> None:
+    """Room is shared out before any confidence is looked at: else a later confidence of one request, by way of another's
+    length and the last free block, would decide whether an earlier token of the first is verified."""
+    verifier = ToyVerifier(num_blocks=num_blocks, block_size=1)
+    drafter = ToyDrafter(verifier, confidence=lambda r, i: 0.5)
+    bench = Bench(SchedulerConfig(planner="algorithm1", prefix_cache=False), verifier, drafter, flat_curve(token_s=token_s))
+    for i in range(3):
+        bench.add(f"r{i}", [i, 1], max_tokens=8)
+    bench.step()
+    call = bench.core.choose_drafts()
+    changed = copy.deepcopy(confidence)
+    changed[row][k + 1 :] = later[k + 1 :]
+    verified = []
+    for values in (confidence, changed):
+        core = copy.deepcopy(bench.core)
+        drafts = [
+            Draft(ask.request_id, np.arange(call.width, dtype=np.int32), np.array(c[: call.width], dtype=np.float32))
+            for ask, c in zip(call.asks, values, strict=False)
+        ]
+        extensions = {e.request_id: e.num_draft for e in core.plan(drafts, 0.0).extensions}
+        verified.append(extensions.get(f"r{row}", 0) >= k + 1)
+    assert verified[0] == verified[1]
+
+
+# -- prefix cache (faults F46, F47) --------------------------------------------------------------------------------------------
+
+
+def test_a_second_request_starts_where_the_first_has_been_and_drafts_as_well() -> None:
+    bench = bench_with("fixed:5", num_blocks=200, max_model_len=200, knows=sometimes)
+    prompt = [i % 7 for i in range(100)]
+    bench.add("first", prompt, max_tokens=30)
+    bench.run()
+    computed = bench.core.stats().num_prefill_tokens
+    bench.add("second", prompt, max_tokens=30)
+    bench.run()
+    assert bench.output("first") == bench.output("second") == plain(prompt, SamplingParams(max_tokens=30))
+    usage = bench.ending("second").usage
+    assert usage is not None and usage.cached_tokens == 96
+    assert bench.core.stats().num_prefill_tokens == computed + 4
+    assert bench.core.stats().prefix_hit_tokens == 96
+    accepted = {
+        name: sum(d.num_accepted for d in bench.deltas[name]) / sum(d.num_drafted for d in bench.deltas[name])
+        for name in ("first", "second")
+    }
+    assert accepted["first"] == accepted["second"]
+
+
+def test_a_next_turn_finds_the_generated_tokens_of_the_last() -> None:
+    bench = bench_with("fixed:5")
+    bench.add("turn1", PROMPT, max_tokens=24)
+    bench.run()
+    conversation = [*PROMPT, *bench.output("turn1"), 11, 12]
+    bench.add("turn2", conversation, max_tokens=8)
+    bench.run()
+    usage = bench.ending("turn2").usage
+    # All but the last generated token had rows; whole blocks of four count.
+    assert usage is not None and usage.cached_tokens == (len(PROMPT) + 23) // 4 * 4
+    assert bench.output("turn2") == plain(conversation, SamplingParams(max_tokens=8))
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_a_prompt_that_is_cached_whole_computes_one_token(block_size: int) -> None:
+    bench = bench_with("fixed:5", block_size=block_size, num_blocks=100)
+    prompt = [5] * 16
+    bench.add("a", prompt, max_tokens=20)
+    bench.run()
+    bench.add("b", prompt, max_tokens=20)
+    bench.step()
+    (extension,) = bench.verifier.plans[-1].extensions
+    assert len(extension.token_ids) == {1: 1, 4: 4, 16: 16}[block_size]
+    bench.run()
+    assert bench.output("b") == plain(prompt, SamplingParams(max_tokens=20))
+
+
+def test_blocks_enter_the_cache_only_after_the_drafter_has_absorbed_them() -> None:
+    bench = bench_with("fixed:5")
+    bench.add("a", PROMPT, max_tokens=1)
+    bench.step()
+    bench.add("early", PROMPT, max_tokens=2)
+    # The features of the step above have not been handed over: plan without drafting.
+    plan = bench.core.plan([], bench.now)
+    assert plan.extensions[0].start == 0
+    verdicts, features = bench.verifier.verify_now(plan)
+    assert features is not None
+    bench.features.append(features)
+    bench.collect(bench.core.apply(verdicts, bench.now))
+    bench.add("late", PROMPT, max_tokens=2)
+    bench.step()
+    assert {e.request_id: e.start for e in bench.verifier.plans[-1].extensions}["late"] == 4
+
+
+def test_a_switched_off_prefix_cache_finds_nothing() -> None:
+    bench = bench_with("fixed:5", prefix_cache=False)
+    for name in ("a", "b"):
+        bench.add(name, PROMPT, max_tokens=4)
+        bench.run()
+    assert bench.core.stats().prefix_hit_tokens == 0
+    assert bench.core.stats().kv_blocks_cached == 0
+
+
+# -- room (faults E43, F50, F51) -------------------------------------------------------------------------------------------------
+
+
+def test_the_youngest_is_preempted_resumed_and_loses_nothing() -> None:
+    bench = bench_with("fixed:5", num_blocks=13, block_size=4, max_model_len=64)
+    for i in range(4):
+        bench.add(f"r{i}", [i, *PROMPT], max_tokens=30)
+    bench.run()
+    for i in range(4):
+        assert bench.output(f"r{i}") == plain([i, *PROMPT], SamplingParams(max_tokens=30))
+        assert bench.ending(f"r{i}").finish_reason is FinishReason.LENGTH
+    stats = bench.core.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_admitted == 4, "coming back is not arriving"
+    ends = [name for deltas in bench.deltas.values() for name in {d.request_id for d in deltas}]
+    assert ends[0] == "r0"
+
+
+def test_a_preempted_draft_is_not_verified_later() -> None:
+    """Preempted between draft and plan: the draft is dropped with the rows."""
+    bench = bench_with("fixed:5", num_blocks=9, block_size=2, max_model_len=64, prefix_cache=False)
+    bench.add("old", [1, 2], max_tokens=14)
+    bench.add("young", [3, 4], max_tokens=14)
+    bench.run()
+    assert bench.core.stats().num_preemptions > 0
+    for name, prompt in (("old", [1, 2]), ("young", [3, 4])):
+        assert bench.output(name) == plain(prompt, SamplingParams(max_tokens=14))
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("width", [1, 7])
+def test_a_request_fills_the_context_to_the_last_token(block_size: int, width: int) -> None:
+    bench = bench_with(f"fixed:{width}", width=width, block_size=block_size, num_blocks=64 // block_size + 1, max_model_len=64)
+    bench.add("r", PROMPT, max_tokens=56)
+    bench.run()
+    assert bench.output("r") == text(max_tokens=56)
+    bench.core.residency.tables.cache.clear()
+    assert bench.core.residency.tables.allocator.num_free == 64 // block_size
+
+
+def test_a_request_that_can_never_fit_is_refused_with_both_numbers() -> None:
+    bench = bench_with(max_model_len=64)
+    with pytest.raises(TooLong, match=r"8 tokens and max_tokens is 57: together 65, and the context holds 64"):
+        bench.add("r", PROMPT, max_tokens=57)
+    small = bench_with(num_blocks=5, block_size=4, max_model_len=64)
+    with pytest.raises(TooLong, match=r"8 tokens and max_tokens is 10: together 18, and the KV cache holds 17"):
+        small.add("r", PROMPT, max_tokens=10)
+    small.add("r", PROMPT, max_tokens=9)
+    small.run()
+    assert small.output("r") == text(max_tokens=9)
+    assert small.core.stats().rejected == {"TooLong": 1}
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
+    bench = bench_with("off", max_live=1, max_waiting=2)
+    for i in range(3):
+        bench.add(f"r{i}", PROMPT, max_tokens=10)
+    with pytest.raises(Overloaded, match="try again in") as first:
+        bench.add("r3", PROMPT, max_tokens=10)
+    assert first.value.retry_after_s > 0
+    for _ in range(11):
+        bench.step()
+    bench.add("r3", PROMPT, max_tokens=10)
+    waits = []
+    for i in range(3):
+        with pytest.raises(Overloaded) as refused:
+            bench.add(f"x{i}", PROMPT, max_tokens=10)
+        waits.append(refused.value.retry_after_s)
+    # One place in about ten seconds: the n-th refused waits for the n-th place.
+    assert waits[0] == pytest.approx(10, abs=6)
+    assert waits[0] < waits[1] < waits[2]
+    bench.run()
+    assert bench.core.stats().rejected == {"Overloaded": 4}
+
+
+def test_a_burst_into_an_idle_server_counts_its_free_places() -> None:
+    bench = bench_with("off", max_live=4, max_waiting=0)
+    for i in range(4):
+        bench.add(f"r{i}", PROMPT, max_tokens=4)
+    with pytest.raises(Overloaded):
+        bench.add("r4", PROMPT, max_tokens=4)
+    bench.run()
+
+
+def test_first_come_first_served() -> None:
+    bench = bench_with("off", max_live=2, num_blocks=20)
+    for i in range(6):
+        bench.add(f"r{i}", [i, *PROMPT], max_tokens=5)
+    bench.run()
+    first_seen = list(dict.fromkeys(d.request_id for deltas in bench.deltas.values() for d in deltas))
+    assert first_seen == [f"r{i}" for i in range(6)]
+
+
+# -- endings -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["waiting", "live", "drafting", "verifying"])
+def test_cancel_at_any_moment_ends_the_request_once_and_frees_its_blocks(when: str) -> None:
+    bench = bench_with("fixed:5", max_live=1)
+    bench.add("a", PROMPT, max_tokens=40)
+    bench.add("b", PROMPT, max_tokens=40)
+    bench.step()
+    bench.step()
+    victim = "b" if when == "waiting" else "a"
+    if when in ("waiting", "live"):
+        bench.cancel(victim)
+    elif when == "drafting":
+        bench.step(during_draft=lambda: bench.cancel(victim))
+    else:
+        bench.step(during_verify=lambda: bench.cancel(victim))
+    assert bench.ending(victim).finish_reason is FinishReason.CANCELLED
+    bench.cancel(victim)
+    bench.run()
+    assert bench.ending(victim).finish_reason is FinishReason.CANCELLED
+    survivor = "a" if victim == "b" else "b"
+    assert bench.output(survivor) == text(max_tokens=40)
+    assert bench.core.stats().kv_blocks_used == 0
+    assert bench.core.stats().finished == {"cancelled": 1, "length": 1}
+
+
+def test_a_cancelled_step_delivers_no_tokens_to_the_client_that_left() -> None:
+    bench = bench_with("fixed:5")
+    bench.add("a", PROMPT, max_tokens=40)
+    bench.step()
+    bench.step(during_verify=lambda: bench.cancel("a"))
+    ending = bench.ending("a")
+    assert ending.token_ids == ()
+    assert ending.usage is not None and ending.usage.completion_tokens == 1
+
+
+def test_a_request_fails_when_its_time_runs_out_waiting_or_running() -> None:
+    bench = bench_with("off", max_live=1, default_timeout_s=5.0)
+    bench.add("slow", PROMPT, max_tokens=40)
+    bench.core.add(Request("patient", tuple(PROMPT), SamplingParams(max_tokens=3), timeout_s=100.0), bench.now)
+    bench.add("queued", PROMPT, max_tokens=3)
+    bench.run()
+    for name in ("slow", "queued"):
+        ending = bench.ending(name)
+        assert ending.error is not None and ending.error[0] == "DeadlineExceeded"
+    assert len(bench.output("slow")) == 4
+    assert bench.ending("patient").finish_reason is FinishReason.LENGTH
+    assert bench.core.stats().failed == {"DeadlineExceeded": 2}
+
+
+def test_no_default_deadline_means_none() -> None:
+    bench = bench_with("off", default_timeout_s=0.0)
+    bench.add("r", PROMPT, max_tokens=40)
+    bench.now = 1e9
+    bench.run()
+    assert bench.ending("r").finish_reason is FinishReason.LENGTH
+
+
+def test_an_id_in_use_is_refused_and_may_be_used_again_later() -> None:
+    bench = bench_with("off")
+    bench.add("r", PROMPT, max_tokens=3)
+    with pytest.raises(BadParams, match="already in use"):
+        bench.add("r", PROMPT, max_tokens=3)
+    bench.run()
+    bench.add("r", PROMPT, max_tokens=3)
+    bench.run()
+
+
+# -- workers come and go ---------------------------------------------------------------------------------------------------------------
+
+
+def test_after_a_drafter_loss_old_requests_decode_plainly_and_new_ones_draft() -> None:
+    bench = bench_with("fixed:5", num_blocks=100)
+    bench.add("old", PROMPT, max_tokens=40)
+    bench.step()
+    bench.step()
+    assert bench.drafter is not None
+    bench.drafter.forget()
+    bench.features.clear()
+    bench.core.drafter_lost()
+    bench.add("between", [8, *PROMPT], max_tokens=40)
+    bench.step()
+    assert not bench.verifier.plans[-1].capture
+    bench.core.drafter_back(bench.drafter.info())
+    bench.add("new", PROMPT, max_tokens=40)
+    bench.run()
+    assert bench.ending("new").usage is not None
+    assert bench.ending("new").usage.cached_tokens == 0, "cached blocks lack the drafter's context"  # type: ignore[union-attr]
+    assert sum(d.num_drafted for d in bench.deltas["old"][2:]) == 0
+    assert sum(d.num_drafted for d in bench.deltas["between"]) == 0
+    assert sum(d.num_drafted for d in bench.deltas["new"]) > 0
+    assert not bench.drafter.faults
+    for name, prompt in (("old", PROMPT), ("between", [8, *PROMPT]), ("new", PROMPT)):
+        assert bench.output(name) == plain(prompt, SamplingParams(max_tokens=40))
+
+
+def test_a_preempted_request_gets_its_drafts_back_with_its_rows() -> None:
+    """Recomputing restores the drafter's context, so an incomplete one does not last for ever."""
+    bench = bench_with("fixed:5")
+    bench.add("r", PROMPT, max_tokens=40)
+    bench.step()
+    bench.core.drafter_lost()
+    bench.features.clear()
+    assert bench.drafter is not None
+    bench.drafter.forget()
+    bench.core.drafter_back(bench.drafter.info())
+    bench.core.residency.evict_all()
+    bench.run()
+    assert sum(d.num_drafted for d in bench.deltas["r"]) > 0
+    assert bench.output("r") == text(max_tokens=40)
+
+
+def test_a_verifier_that_comes_back_smaller_fails_only_what_no_longer_fits() -> None:
+    bench = bench_with("fixed:5", num_blocks=64)
+    bench.add("big", PROMPT, max_tokens=60)
+    bench.add("small", PROMPT, max_tokens=9)
+    bench.step()
+    bench.collect(bench.core.verifier_lost())
+    bench.features.clear()
+    bench.verifier = ToyVerifier(num_blocks=9, block_size=2)
+    assert bench.drafter is not None
+    bench.drafter.verifier = bench.verifier
+    bench.drafter.forget()
+    bench.collect(bench.core.verifier_back(bench.verifier.info()))
+    bench.run()
+    big = bench.ending("big")
+    assert big.error is not None and big.error[0] == "VerifierLost"
+    assert bench.output("small") == text(max_tokens=9)
+
+
+def test_a_verifier_that_comes_back_as_another_model_ends_what_ran() -> None:
+    bench = bench_with("off")
+    bench.add("r", PROMPT, max_tokens=60)
+    bench.step()
+    bench.collect(bench.core.verifier_lost())
+    bench.collect(bench.core.verifier_back(dataclasses.replace(bench.verifier.info(), fingerprint="other")))
+    ending = bench.ending("r")
+    assert ending.error is not None and "another model" in ending.error[1]
+
+
+def test_the_planner_can_be_changed_between_steps() -> None:
+    bench = bench_with("fixed:5", num_blocks=100)
+    bench.add("a", PROMPT, max_tokens=40)
+    bench.step()
+    bench.step()
+    bench.core.set_planner("off")
+    bench.step()
+    assert bench.deltas["a"][-1].num_drafted == 0
+    bench.core.set_planner("fixed:2")
+    bench.add("b", PROMPT, max_tokens=40)
+    bench.run()
+    assert {d.num_verified for d in bench.deltas["b"]} <= {0, 1, 2}
+    assert sum(d.num_verified for d in bench.deltas["b"]) > 0
+    assert bench.output("a") == bench.output("b") == text(max_tokens=40)
+    assert bench.core.stats().planner == "fixed:2"
+    with pytest.raises(SettingsError):
+        bench.core.set_planner("fast")
+
+
+def test_a_reset_fails_the_residents_and_serves_on() -> None:
+    bench = bench_with("off", max_live=1)
+    bench.add("a", PROMPT, max_tokens=40)
+    bench.add("b", PROMPT, max_tokens=5)
+    bench.step()
+    bench.collect(bench.core.reset(InternalFault("books are wrong")))
+    bench.core.check_integrity()
+    assert bench.ending("a").error == ("InternalFault", "books are wrong")
+    bench.run()
+    assert bench.output("b") == text(max_tokens=5)
+
+
+def test_a_reset_without_residents_fails_the_next_in_line_so_that_it_ends() -> None:
+    bench = bench_with("off")
+    bench.add("a", PROMPT, max_tokens=40)
+    bench.add("b", PROMPT, max_tokens=40)
+    bench.collect(bench.core.reset(InternalFault("cannot be served")))
+    assert bench.ending("a").finish_reason is FinishReason.ERROR
+    assert "b" not in bench.deltas
+
+
+# -- settings ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("max_live", 0), ("max_waiting", -1), ("prefill_chunk", 0), ("default_timeout_s", -1.0), ("worker_timeout_s", 0)],
+)
+def test_a_setting_that_cannot_work_is_refused_by_name(setting: str, value: float) -> None:
+    with pytest.raises(SettingsError, match=rf"scheduler\.{setting} is {value} and must be at least"):
+        PrefixScheduler(SchedulerConfig(**{setting: value}), ToyVerifier().info())  # type: ignore[arg-type]
