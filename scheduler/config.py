@@ -37,9 +37,9 @@ _LEAST = {
     "max_waiting": 0,
     "prefill_chunk": 1,
     "default_timeout_s": 0,
-    "worker_timeout_s": 1,
+    "worker_timeout_s": 0.1,
     "recover_timeout_s": 0,
-    "stall_timeout_s": 1,
+    "stall_timeout_s": 0.1,
 }
 
 

@@ -236,6 +236,8 @@ class ToyDrafter:
         if self.before_propose is not None and asyncio.iscoroutine(waiting := self.before_propose(asks)):
             await waiting
         await asyncio.sleep(0)
+        if self.dead:
+            raise DrafterLost("the toy drafter died over its work")
         return self.propose_now(asks, width, features)
 
     async def measure(self, num_requests: Sequence[int], widths: Sequence[int]) -> list[list[float]]:
