@@ -7,7 +7,7 @@ logits rows 0..n give p_1..p_{n+1}; the verdict is the accepted prefix of the dr
     seeded     accept while x_k is what (seed, output position) picks from p_k; the next token is what it picks there.
     unseeded   accept x_k with probability min(1, p_k(x_k) / q_k(x_k)); at the first rejection draw from
                max(0, p_k - q_k) renormalised, after n acceptances draw from p_{n+1}. Drafts without q were decided, not
-               drawn: q_k is one-hot. Where the residual has no mass, p and q agree and p_k serves.
+               drawn, and q_k is one-hot; so is a q_k that is not finite. Where the residual has no mass, p_k serves.
 
 In each case the emitted tokens follow p exactly, whatever the drafts and however many of them were admitted. Knows no
 drafter, no KV and no stop rule: what a request keeps of a verdict is decided where it is applied.
@@ -184,9 +184,14 @@ def _proposals(batch: _Batch) -> tuple[Ints, npt.NDArray[np.float32], npt.NDArra
         q_ids[here, : extension.q_ids.shape[1]] = extension.q_ids
         q_probs[here, : extension.q_ids.shape[1]] = extension.q_probs
     q_probs[q_ids < 0] = 0
+    broken = np.flatnonzero(~np.isfinite(q_probs).all(axis=1))  # a fault of the drafter costs acceptance, nothing else
+    q_ids[broken], q_probs[broken] = -1, 0
+    q_ids[broken, 0], q_probs[broken, 0] = batch.drafts[broken], 1
     of_drafts = np.where(q_ids[:-1] == batch.drafts[:, None], q_probs[:-1], 0).sum(axis=1, dtype=np.float64)
-    if not (np.isfinite(q_probs).all() and (q_probs >= 0).all() and (of_drafts > 0).all()):
-        raise ValueError("q_probs must be finite, not negative, and give every draft token some mass")
+    wrong = np.flatnonzero((of_drafts <= 0) | (q_probs[:-1] < 0).any(axis=1))
+    if len(wrong):
+        request_id = batch.extensions[np.searchsorted(batch.first_draft, wrong[0], side="right") - 1].request_id
+        raise ValueError(f"q_probs of {request_id} must give its drafted tokens mass and be nowhere negative")
     return q_ids.clip(min=0), q_probs, of_drafts
 
 
