@@ -8,94 +8,28 @@ replica owns, in its placement group, one device each. Import path of the builde
 
 from __future__ import annotations
 
-import dataclasses
-import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
-import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
-from ray.util import get_current_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from scheduler.errors import SettingsError
 from scheduler.stats import SchedulerStats
-from scheduler.wire import Draft, DraftAsk, DrafterInfo, Plan, Request, Verdict, VerifierInfo
+from scheduler.wire import Request
+from services.cluster import gpu_shares, resolve_placement, thread_environment, visible_gpus
 from services.engine import NO_DRAFTER, Engine, Workers
 from services.gateway.app import create_app
 from services.gateway.config import GatewayConfig
-from services.handles import RemoteScheduler, drafter_port, verifier_port
+from services.handles import RemoteScheduler
 from services.model_card import ModelCard
 from services.settings import Settings, load_settings
-
-logger = logging.getLogger(__name__)
+from services.split import launch_split
 
 # One subscription per gateway and short calls: no bound of Serve's may refuse what the engine would take.
 _SCHEDULER_ONGOING = 100_000
 _SHUTDOWN_MARGIN_S = 15.0
-
-
-class VerifierProcess:
-    """The body of the verifier's Ray actor: plain classes inside, started by `start` so that errors have a name."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-
-    async def start(self) -> None:
-        from services.workers import start_verifier
-
-        self._worker = await start_verifier(self._settings)
-
-    async def describe(self) -> VerifierInfo:
-        return await self._worker.describe()
-
-    async def verify(self, plan: Plan) -> tuple[list[Verdict], Any]:
-        """Two Ray results. Features leave the device here: the drafter's process may have another one."""
-        verdicts, features = await self._worker.verify(plan)
-        return verdicts, features if features is None else _on_host(features)
-
-    async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
-        return await self._worker.measure(num_tokens, context_lens)
-
-    async def card(self, drafter: DrafterInfo | None) -> ModelCard:
-        """Read where the model's files are."""
-        from services.workers import model_card
-
-        return await model_card(self._settings, await self._worker.describe(), drafter)
-
-
-def _on_host(features: Any) -> Any:
-    tensors = {field.name: getattr(features, field.name).cpu() for field in dataclasses.fields(features)}
-    return dataclasses.replace(features, **tensors)
-
-
-class DrafterProcess:
-    """The body of the drafter's Ray actor."""
-
-    def __init__(self, settings: Settings, verifier: VerifierInfo) -> None:
-        self._settings = settings
-        self._verifier = verifier
-
-    async def start(self) -> None:
-        from services.workers import start_drafter
-
-        worker = await start_drafter(self._settings, self._verifier)
-        assert worker is not None
-        self._worker = worker
-
-    async def describe(self) -> DrafterInfo:
-        return await self._worker.describe()
-
-    async def propose(self, asks: Sequence[DraftAsk], width: int, *features: Any) -> list[Draft]:
-        return await self._worker.propose(asks, width, [each for each in features if each is not None])
-
-    async def measure(self, num_requests: Sequence[int], widths: Sequence[int]) -> list[list[float]]:
-        return await self._worker.measure(num_requests, widths)
 
 
 class PrefixScheduler:
@@ -104,7 +38,7 @@ class PrefixScheduler:
 
     async def __init__(self, settings: Settings, placement: str) -> None:  # type: ignore[misc]
         self._drain_s = settings.gateway.drain_s
-        launch = _launch_split if placement == "split" else _launch_here
+        launch = launch_split if placement == "split" else _launch_here
         self._engine = Engine(settings, launch)
         await self._engine.start()
 
@@ -146,66 +80,6 @@ async def _launch_here(settings: Settings) -> Workers:
     from services.workers import launch_colocated
 
     return await launch_colocated(settings)
-
-
-async def _launch_split(settings: Settings) -> Workers:
-    """Two Ray actors in bundles 1 and 2 of this replica's placement group. They die with the replica."""
-    resources, gpus = settings.resources, gpu_shares(settings, "split")
-    spawn = _spawner(VerifierProcess, settings, 1, resources.verifier_cpus, gpus["verifier"], settings)
-    verifier = verifier_port(spawn, resources.start_timeout_s)
-    info = await verifier.describe()
-    if settings.drafter_checkpoint() == NO_DRAFTER:
-        return Workers(verifier, None, await verifier.card(None), _no_stop)
-    spawn = _spawner(DrafterProcess, settings, 2, resources.drafter_cpus, gpus["drafter"], settings, info)
-    drafter = drafter_port(spawn, resources.start_timeout_s)
-    return Workers(verifier, drafter, await verifier.card(await drafter.describe()), _no_stop)
-
-
-async def _no_stop() -> None:
-    """Ray ends the actors with the replica that owns them."""
-
-
-def _spawner(
-    body: type, settings: Settings, bundle: int, num_cpus: float, num_gpus: float, *args: Any
-) -> Callable[[], Any]:
-    group = get_current_placement_group()
-    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle) if group else "DEFAULT"
-    options = {
-        "num_cpus": num_cpus,
-        "num_gpus": num_gpus,
-        "scheduling_strategy": strategy,
-        "runtime_env": {"env_vars": thread_environment(settings)},
-    }
-    return lambda: ray.remote(body).options(**options).remote(*args)
-
-
-def thread_environment(settings: Settings) -> dict[str, str]:
-    """OpenMP of one computing process. Ray would set one thread per reserved core, which here is a fraction. Waiting
-    threads sleep at once instead of spinning: the event loop, the gateway and Ray need the cores between two steps."""
-    num_threads = settings.threads or len(os.sched_getaffinity(0))
-    return {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-
-
-def visible_gpus() -> float:
-    return float(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0.0
-
-
-def resolve_placement(placement: str, num_gpus: float) -> str:
-    """`auto`: a device each where there are two, else one process for both."""
-    if placement != "auto":
-        return placement
-    return "split" if num_gpus >= 2 else "colocated"
-
-
-def gpu_shares(settings: Settings, placement: str) -> dict[str, float]:
-    """GPUs of each process that computes; two workers on a cluster with one GPU share it."""
-    available = visible_gpus()
-    fair = min(1.0, available / 2) if placement == "split" else min(1.0, available)
-    wanted = settings.resources
-    shares = {"verifier": fair if wanted.verifier_gpus is None else wanted.verifier_gpus}
-    if placement == "split":
-        shares["drafter"] = fair if wanted.drafter_gpus is None else wanted.drafter_gpus
-    return shares
 
 
 def build(args: Mapping[str, Any] | Settings) -> Application:

@@ -108,6 +108,13 @@ class WorkerProcess:
         first, second = getattr(actor, method).options(num_returns=2).remote(*args)
         return await self._result(actor, first, None), second
 
+    def stop(self) -> None:
+        actor, self._actor = self._actor, None
+        if self._starting is not None:
+            self._starting.cancel()
+        if actor is not None:
+            ray.kill(actor)
+
     def _alive(self) -> Any:
         if self._actor is None:
             raise self._lost(f"the {self._name} is not running")
@@ -169,6 +176,9 @@ class RemoteVerifier:
     async def card(self, drafter: DrafterInfo | None) -> ModelCard:
         return await self._process.call("card", drafter)
 
+    async def stop(self) -> None:
+        self._process.stop()
+
 
 class RemoteDrafter:
     """scheduler.ports.Drafter over a Ray actor. Features are references: Ray resolves them on the drafter's side."""
@@ -185,6 +195,9 @@ class RemoteDrafter:
 
     async def measure(self, num_requests: Sequence[int], widths: Sequence[int]) -> list[list[float]]:
         return await self._process.call("measure", num_requests, widths, timeout_s=self._process.start_timeout_s)
+
+    async def stop(self) -> None:
+        self._process.stop()
 
 
 def verifier_port(spawn: Callable[[], Any], start_timeout_s: float) -> RemoteVerifier:

@@ -1,0 +1,187 @@
+"""The command line: `dspark serve | generate | measure | bench`. Parses flags into settings; errors are one line.
+
+Exit status 2: wrong usage or settings. 1: something failed while running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from scheduler.errors import ServingError, SettingsError
+from services.launch import StartFailed, fail, serve_in_process, serve_with_ray
+from services.settings import Settings, load_settings
+
+# Flag -> key of the settings tree. Everything else is reached by --set.
+SETTING_FLAGS = {
+    "model": ("model", "path"),
+    "name": ("model", "name"),
+    "dtype": ("model", "dtype"),
+    "drafter": ("drafter", "checkpoint"),
+    "planner": ("scheduler", "planner"),
+    "threads": ("threads",),
+}
+SERVE_FLAGS = {
+    "host": ("gateway", "host"),
+    "port": ("gateway", "port"),
+    "placement": ("placement",),
+    "replicas": ("gateway", "replicas"),
+}
+_HELP = {
+    "model": "demo, a Hugging Face folder, a hub id or a GGUF file",
+    "name": "the model's name in the API",
+    "dtype": "auto, bfloat16 or float32",
+    "drafter": "a checkpoint folder, auto, ngram or none",
+    "planner": "algorithm1, fixed:k, threshold:x or off",
+    "threads": "threads that compute; 0 is one per core",
+    "host": "address to listen on",
+    "port": "port to listen on",
+    "placement": "auto, colocated or split",
+    "replicas": "gateway replicas",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    # OpenMP reads these once, when torch is first imported: idle threads sleep, since two teams on the same cores that
+    # spin make steps ten times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args) or 0)
+    except SettingsError as error:
+        return fail(str(error), 2)
+    except (ServingError, StartFailed, OSError) as error:
+        return fail(str(error), 1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dspark", description="Serving with DSpark speculative decoding.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for add in (_add_serve, _add_generate, _add_measure, _add_bench):
+        add(commands)
+    return parser
+
+
+def _command(commands: Any, name: str, text: str, run: Any, flags: dict[str, tuple[str, ...]]) -> Any:
+    command = commands.add_parser(name, help=text, description=text)
+    command.set_defaults(run=run)
+    command.add_argument("--settings", metavar="FILE", help="YAML settings file (or environment DSPARK_SETTINGS)")
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting: kv.block_size=8")
+    for flag in flags:
+        command.add_argument(f"--{flag}", metavar=flag.upper(), help=_HELP[flag])
+    return command
+
+
+def _add_serve(commands: Any) -> None:
+    text = "Serve chat completions over HTTP."
+    serve = _command(commands, "serve", text, _serve, SETTING_FLAGS | SERVE_FLAGS)
+    serve.add_argument("--no-ray", action="store_true", help="everything in this process, without Ray")
+
+
+def _add_generate(commands: Any) -> None:
+    generate = _command(commands, "generate", "Answer one prompt in this process.", _generate, SETTING_FLAGS)
+    generate.add_argument("prompt", help="what the user says")
+    generate.add_argument("--system", default="", help="a system message")
+    generate.add_argument("--max-tokens", type=int, default=256)
+    generate.add_argument("--temperature", type=float, default=None)
+    generate.add_argument("--top-p", type=float, default=None)
+    generate.add_argument("--top-k", type=int, default=None)
+    generate.add_argument("--seed", type=int, default=None)
+    generate.add_argument("--show-drafts", action="store_true", help="colour tokens by origin and print the numbers")
+
+
+def _add_measure(commands: Any) -> None:
+    measure = _command(commands, "measure", "Time the models: the planner's cost curve.", _measure, SETTING_FLAGS)
+    measure.add_argument("--plot", metavar="FILE.png", help="draw the curve")
+
+
+def _add_bench(commands: Any) -> None:
+    bench = _command(commands, "bench", "Compare planners under load, interleaved.", _bench, SETTING_FLAGS)
+    bench.add_argument("--planners", default="off,algorithm1", help="comma-separated arms (default %(default)s)")
+    bench.add_argument("--concurrency", default="1,4,16", help="comma-separated (default %(default)s)")
+    bench.add_argument("--prompts", metavar="FILE.jsonl", action="append", default=[], help='lines of {"turns": [...]}')
+    bench.add_argument("--num-prompts", type=int, default=0, help="prompts per kind; 0 is all")
+    bench.add_argument("--max-tokens", type=int, default=96)
+    bench.add_argument("--temperature", type=float, default=0.0)
+    bench.add_argument("--rounds", type=int, default=3, help="repetitions of each arm (default %(default)s)")
+    bench.add_argument("--url", help="measure a running server instead: its address up to /v1")
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    flags: dict[str, Any] = {}
+    for flag, keys in (SETTING_FLAGS | SERVE_FLAGS).items():
+        value = getattr(args, flag, None)
+        if value is not None:
+            _put(flags, keys, value)
+    for assignment in args.set:
+        key, equals, value = assignment.partition("=")
+        if not equals:
+            raise SettingsError(f"--set {assignment}: write KEY=VALUE, for example --set kv.block_size=8")
+        _put(flags, tuple(key.strip().split(".")), value)
+    return load_settings(args.settings, flags=flags)
+
+
+def _put(tree: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
+    for key in keys[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[keys[-1]] = value
+
+
+def _serve(args: argparse.Namespace) -> None:
+    settings = settings_of(args)
+    (serve_in_process if args.no_ray else serve_with_ray)(settings)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from services.generate import Prompt, generate
+
+    prompt = Prompt(
+        text=args.prompt,
+        system=args.system,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed,
+    )
+    generate(settings_of(args), prompt, show_drafts=args.show_drafts)
+
+
+def _measure(args: argparse.Namespace) -> None:
+    from services.measure import measure
+
+    measure(settings_of(args), plot=args.plot)
+
+
+def _bench(args: argparse.Namespace) -> None:
+    from services.bench.load import Load, bench
+
+    load = Load(
+        planners=tuple(args.planners.split(",")),
+        concurrency=_numbers("--concurrency", args.concurrency),
+        prompt_files=tuple(args.prompts),
+        num_prompts=args.num_prompts,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        rounds=args.rounds,
+    )
+    bench(settings_of(args), load, url=args.url)
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise SettingsError(f"{flag} {text!r}: write positive numbers separated by commas, for example 1,4,16")
+    return numbers
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""What of Ray's resources each process gets: joining or starting a cluster, placement, GPU shares, thread settings."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+
+from services.settings import Settings
+
+_OBJECT_STORE_BYTES = 256 * 1024 * 1024
+
+
+def start_ray(settings: Settings) -> None:
+    """Joins the cluster that RAY_ADDRESS names, else starts Ray on this machine. Quiet on purpose: replicas log to files,
+    and the terminal shows what a person needs."""
+    if ray.is_initialized():
+        return
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(**quiet)
+        return
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        num_cpus=max(os.cpu_count() or 1, _needed_cpus(settings)),
+        object_store_memory=_OBJECT_STORE_BYTES,
+        **quiet,
+    )
+
+
+def _needed_cpus(settings: Settings) -> int:
+    resources = settings.resources
+    gateways = resources.gateway_cpus * settings.gateway.replicas
+    return int(gateways + resources.scheduler_cpus + resources.verifier_cpus + resources.drafter_cpus) + 1
+
+
+def visible_gpus() -> float:
+    return float(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0.0
+
+
+def resolve_placement(placement: str, num_gpus: float) -> str:
+    """`auto`: a device each where there are two, else one process for both."""
+    if placement != "auto":
+        return placement
+    return "split" if num_gpus >= 2 else "colocated"
+
+
+def gpu_shares(settings: Settings, placement: str) -> dict[str, float]:
+    """GPUs of each process that computes; two workers on a cluster with one GPU share it."""
+    available = visible_gpus()
+    fair = min(1.0, available / 2) if placement == "split" else min(1.0, available)
+    wanted = settings.resources
+    shares = {"verifier": fair if wanted.verifier_gpus is None else wanted.verifier_gpus}
+    if placement == "split":
+        shares["drafter"] = fair if wanted.drafter_gpus is None else wanted.drafter_gpus
+    return shares
+
+
+def thread_environment(settings: Settings) -> dict[str, str]:
+    """OpenMP of one computing process. Ray would set one thread per reserved core, which here is a fraction. Waiting
+    threads sleep at once instead of spinning: the event loop, the gateway and Ray need the cores between two steps."""
+    num_threads = settings.threads or len(os.sched_getaffinity(0))
+    return {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}

@@ -1,0 +1,181 @@
+"""`dspark measure`: how long steps of the models take here. The planner's cost curve as a table, a plot and a JSON line;
+beside it what the matrix products alone take, and the share of a step that is our own work around the models."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scheduler.stats import SchedulerStats
+from scheduler.throughput import CurvePoints, measure_curve
+from scheduler.wire import Request, SamplingParams
+from services.engine import Engine, Workers, machine_key
+from services.settings import Settings
+from services.workers import launch_colocated
+
+_PRODUCT_TOKENS = (1, 2, 4, 8, 16, 32, 64)
+_HOST_LOADS = (1, 32)
+_HOST_TOKENS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """products_s: seconds of all matrix products of a step, by number of tokens, and the whole step measured beside it.
+    host_share: our own seconds over all seconds of a step, by number of live requests."""
+
+    points: CurvePoints
+    products_s: dict[int, float]
+    steps_s: dict[int, float]
+    host_share: dict[int, float]
+
+
+def measure(settings: Settings, *, plot: str | None) -> None:
+    measured, machine = asyncio.run(_measure(settings))
+    print("\n".join(table(measured)))
+    if plot:
+        draw(measured, plot, settings.model_name)
+        print(f"plot: {plot}")
+    print(json.dumps(report(measured, settings, machine)))
+
+
+async def _measure(settings: Settings) -> tuple[Measured, dict[str, str]]:
+    engine = Engine(settings, launch_colocated)
+    await engine.start()
+    try:
+        points = await _points(settings, engine.workers)
+        products, steps = await _products(engine.workers)
+        host = {load: await _host_share(engine, load) for load in _HOST_LOADS if load <= settings.scheduler.max_live}
+    finally:
+        await engine.stop()
+    return Measured(points, products, steps, host), machine_key(settings)
+
+
+async def _points(settings: Settings, workers: Workers) -> CurvePoints:
+    drafter = await workers.drafter.describe() if workers.drafter is not None else None
+    width = drafter.width if drafter is not None else 0
+    curve = await measure_curve(
+        workers.verifier,
+        workers.drafter,
+        verifier_info=await workers.verifier.describe(),
+        drafter_info=drafter,
+        max_live=settings.scheduler.max_live,
+        max_step_tokens=settings.scheduler.prefill_chunk + settings.scheduler.max_live * (width + 1),
+    )
+    return curve.points
+
+
+async def _products(workers: Workers, repeats: int = 3) -> tuple[dict[int, float], dict[int, float]]:
+    """Products and whole steps in turn, so that a busy moment of the machine meets both."""
+    measure_products = getattr(workers.verifier, "measure_products", None)
+    if measure_products is None:
+        return {}, {}
+    products: list[list[float]] = []
+    steps: list[list[float]] = []
+    for _ in range(repeats):
+        products.append(await measure_products(_PRODUCT_TOKENS))
+        steps.append((await workers.verifier.measure(_PRODUCT_TOKENS, (64,)))[0])
+    return _medians(products), _medians(steps)
+
+
+def _medians(runs: Sequence[Sequence[float]]) -> dict[int, float]:
+    return {n: statistics.median(column) for n, column in zip(_PRODUCT_TOKENS, zip(*runs, strict=True), strict=True)}
+
+
+async def _host_share(engine: Engine, num_requests: int) -> float:
+    """Seconds in plan and apply over all seconds of the steps, while `num_requests` greedy requests run."""
+    before = await engine.snapshot()
+    await run_requests(engine, num_requests, _HOST_TOKENS)
+    after = await engine.snapshot()
+    host = _difference(after, before, "plan_s") + _difference(after, before, "apply_s")
+    models = _difference(after, before, "draft_s") + _difference(after, before, "verify_s")
+    return host / (host + models)
+
+
+def _difference(after: SchedulerStats, before: SchedulerStats, name: str) -> float:
+    return getattr(after, name) - getattr(before, name)
+
+
+async def run_requests(engine: Engine, num_requests: int, num_tokens: int) -> None:
+    """Runs that many requests at once to their end, without text."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
+    async with contextlib.aclosing(engine.subscribe("measure")) as stream:
+        await anext(stream)
+        for number in range(num_requests):
+            prompt = tuple((7 * number + 3 * k) % 97 + 3 for k in range(24))
+            await engine.submit(Request(f"measure-{number}", prompt, params, "measure"))
+        running = num_requests
+        async for deltas in stream:
+            running -= sum(delta.finish_reason is not None for delta in deltas)
+            if not running:
+                return
+
+
+def table(measured: Measured) -> list[str]:
+    points = measured.points
+    lines = ["verify step, ms by tokens in it and context", _row("tokens", points.contexts)]
+    lines += [
+        _row(n, [1000 * points.verify_s[c][t] for c in range(len(points.contexts))])
+        for t, n in enumerate(points.tokens)
+    ]
+    if points.requests:
+        lines += ["", "draft, ms by requests and width", _row("requests", points.widths)]
+        lines += [_row(n, [1000 * s for s in points.draft_s[r]]) for r, n in enumerate(points.requests)]
+    if measured.products_s:
+        lines += ["", "whole step against its matrix products alone, ms", _row("tokens", ["step", "products", "ratio"])]
+        lines += [
+            _row(n, [1000 * measured.steps_s[n], 1000 * measured.products_s[n], _ratio(measured, n)])
+            for n in measured.products_s
+        ]
+    shares = ", ".join(f"{load} requests {100 * share:.1f} %" for load, share in measured.host_share.items())
+    return [*lines, "", f"host work outside the models, share of a step: {shares}"]
+
+
+def _row(first: object, rest: Sequence[object]) -> str:
+    return f"{first!s:>9}" + "".join(f"{x:>10.2f}" if isinstance(x, float) else f"{x!s:>10}" for x in rest)
+
+
+def _ratio(measured: Measured, num_tokens: int) -> float:
+    return measured.steps_s[num_tokens] / measured.products_s[num_tokens]
+
+
+def report(measured: Measured, settings: Settings, machine: dict[str, str]) -> dict[str, Any]:
+    points = measured.points
+    return {
+        "measure": settings.model_name,
+        "machine": machine,
+        "tokens": points.tokens,
+        "contexts": points.contexts,
+        "verify_s": points.verify_s,
+        "requests": points.requests,
+        "widths": points.widths,
+        "draft_s": points.draft_s,
+        "step_over_products": {str(n): round(_ratio(measured, n), 3) for n in measured.products_s},
+        "host_share": {str(load): round(share, 4) for load, share in measured.host_share.items()},
+    }
+
+
+def draw(measured: Measured, path: str, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    points = measured.points
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for context, seconds in zip(points.contexts, points.verify_s, strict=True):
+        left.plot(points.tokens, [1000 * s for s in seconds], marker=".", label=f"context {context}")
+    if measured.products_s:
+        left.plot(list(measured.products_s), [1000 * s for s in measured.products_s.values()], "k--", label="products")
+    left.set(title=f"{title}: verify step", xlabel="tokens in the step", ylabel="ms", xscale="log")
+    left.legend()
+    for index, width in enumerate(points.widths):
+        right.plot(points.requests, [1000 * row[index] for row in points.draft_s], marker=".", label=f"width {width}")
+    right.set(title="draft", xlabel="requests", ylabel="ms", xscale="log")
+    if points.widths:
+        right.legend()
+    figure.savefig(path, dpi=120)
