@@ -9,7 +9,6 @@ of the drafter begins a new epoch with an empty cache; a request admitted in ano
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Iterable, Sequence
@@ -59,9 +58,8 @@ class PrefixScheduler:
         self._num_planned = 0
         self._num_applied = 0
         self._pending: PendingStep | None = None
-        self._sequence = itertools.count()
 
-    # -- requests come and go ------------------------------------------------------------------------------------------
+    # -- requests come and go --
 
     @property
     def has_work(self) -> bool:
@@ -113,7 +111,7 @@ class PrefixScheduler:
     def fail_all(self, error: ServingError) -> list[Delta]:
         return self.fail([live.request.request_id for live in self.residency.everyone()], error)
 
-    # -- the verbs -----------------------------------------------------------------------------------------------------
+    # -- the verbs --
 
     def choose_drafts(self) -> DraftCall:
         """Who drafts this step, and how wide: the first half of `draft`."""
@@ -179,7 +177,7 @@ class PrefixScheduler:
             max_request_tokens=self.max_request_tokens,
         )
 
-    # -- workers come and go -------------------------------------------------------------------------------------------
+    # -- workers come and go --
 
     def set_planner(self, text: str) -> None:
         """Between steps only; raises SettingsError. Where drafting begins or ends with it, so does a drafter epoch."""
@@ -240,7 +238,7 @@ class PrefixScheduler:
         """Raises InternalFault where the books do not add up."""
         self.residency.check_integrity()
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- inside --
 
     def _new_tables(self) -> BlockTables:
         return BlockTables(self.verifier.num_blocks, self.verifier.block_size, cached=self.config.prefix_cache)
@@ -262,7 +260,6 @@ class PrefixScheduler:
         timeout_s = self.config.default_timeout_s or math.inf if request.timeout_s is None else request.timeout_s
         return new_live(
             request,
-            sequence=next(self._sequence),
             now=now,
             deadline_s=now + timeout_s,
             block_size=self.verifier.block_size,

@@ -69,6 +69,7 @@ class Drafting:
         self._last_drafted = np.zeros(max_live, dtype=np.int64)
         self._asked: dict[str, Live] = {}
         self._probe: Live | None = None
+        self._stated: Probabilities = np.zeros((0, 0))
         self._host_s = 0.0
         if info is not None:
             self.connect(info)
@@ -152,9 +153,10 @@ class Drafting:
         if not proposals:
             return
         caps = np.array([p.cap for p in proposals], dtype=np.int64)
+        self._stated = self._confidence(proposals)
         lengths = admit(
             self.planner,
-            confidence=self._confidence(proposals, fill_in=True),
+            confidence=self._filled_in(proposals),
             caps=caps,
             num_sampling=load.num_sampling,
             step_seconds=self._step_seconds(load, int(caps.sum()) + 1),
@@ -182,7 +184,7 @@ class Drafting:
             num_drafted=np.array([p.num_drafted for p in proposals]),
             num_verified=np.array([p.num_admitted for p in proposals]),
             num_accepted=np.asarray(num_accepted),
-            confidence=self._confidence(proposals, fill_in=False),
+            confidence=self._stated,
         )
         for proposal, accepted in zip(proposals, num_accepted, strict=True):
             if proposal.probe:
@@ -234,15 +236,21 @@ class Drafting:
             self._last_drafted[live.slot] = step
         return DraftCall(tuple(live.ask(with_tokens=self.info.needs_tokens) for live in chosen), width)
 
-    def _confidence(self, proposals: Sequence[Proposal], *, fill_in: bool) -> Probabilities:
-        """[R, width] of the drafts, NaN past their ends. Drafts without confidence: NaN, or the running estimates."""
-        assert self.info is not None
-        confidence = np.full((len(proposals), self.info.width), np.nan)
+    def _confidence(self, proposals: Sequence[Proposal]) -> Probabilities:
+        """[R, width] as the drafts state it; NaN past their ends, and where the drafter states none."""
+        confidence = np.full((len(proposals), self.width), np.nan)
         for row, proposal in enumerate(proposals):
             if proposal.draft.confidence is not None:
                 confidence[row, : proposal.num_drafted] = proposal.draft.confidence
-        if fill_in and (without := [i for i, p in enumerate(proposals) if p.draft.confidence is None]):
-            confidence[without] = self._estimates.rates(_slots([proposals[i].live for i in without]))
+        return confidence
+
+    def _filled_in(self, proposals: Sequence[Proposal]) -> Probabilities:
+        """The stated confidences, with the running estimates for drafts that state none."""
+        without = [row for row, proposal in enumerate(proposals) if proposal.draft.confidence is None]
+        if not without:
+            return self._stated
+        confidence = self._stated.copy()
+        confidence[without] = self._estimates.rates(_slots([proposals[row].live for row in without]))
         return confidence
 
     def _step_seconds(self, load: StepLoad, count: int) -> Seconds | None:

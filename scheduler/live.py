@@ -26,7 +26,6 @@ class Live:
     """
 
     request: Request
-    sequence: int
     arrival_s: float
     deadline_s: float
     token_ids: IntArray
@@ -105,14 +104,13 @@ class Live:
             raise InternalFault(f"{name}: part of the prompt is missing")
 
 
-def new_live(request: Request, *, sequence: int, now: float, deadline_s: float, block_size: int) -> Live:
+def new_live(request: Request, *, now: float, deadline_s: float, block_size: int) -> Live:
     num_prompt = len(request.prompt_ids)
     capacity = num_prompt + request.params.max_tokens
     token_ids = np.empty(capacity, dtype=np.int32)
     token_ids[:num_prompt] = request.prompt_ids
     return Live(
         request=request,
-        sequence=sequence,
         arrival_s=now,
         deadline_s=deadline_s,
         token_ids=token_ids,

@@ -1,8 +1,8 @@
-"""A target and a drafter of a few lines that keep real caches, so that a wrong block table, a stale block or a missing context row
-changes the tokens or raises. And the slow twin: plain decoding without any of it.
+"""A target and a drafter of a few lines that keep real caches, so that a wrong block table, a stale block or a missing
+context row changes the tokens or raises. And the slow twin: plain decoding without any of it.
 
-A KV row is the hash of all tokens up to it, computed from the row before it *as the cache has it*; the next token is a function of
-the last row. Whoever reads another request's row therefore goes on with another request's text.
+A KV row is the hash of all tokens up to it, computed from the row before it *as the cache has it*; the next token is a
+function of the last row. Whoever reads another request's row therefore goes on with another request's text.
 """
 
 from __future__ import annotations
@@ -222,7 +222,13 @@ class ToyDrafter:
 
     def info(self) -> DrafterInfo:
         return DrafterInfo(
-            "toy", self.width, self.variable_width, self.confidence is not None, self.max_len, self.layers, "toy-drafter"
+            "toy",
+            self.width,
+            self.variable_width,
+            self.confidence is not None,
+            self.max_len,
+            self.layers,
+            "toy-drafter",
         )
 
     async def describe(self) -> DrafterInfo:
@@ -317,7 +323,9 @@ class Bench:
         if (delta := self.core.cancel(name)) is not None:
             self.collect([delta])
 
-    def step(self, *, during_draft: Callable[[], None] | None = None, during_verify: Callable[[], None] | None = None) -> None:
+    def step(
+        self, *, during_draft: Callable[[], None] | None = None, during_verify: Callable[[], None] | None = None
+    ) -> None:
         self.now += 1.0
         self.collect(self.core.expire(self.now))
         call = self.core.choose_drafts()

@@ -14,6 +14,7 @@ import pytest
 from scheduler.actor import SchedulerActor
 from scheduler.config import SchedulerConfig
 from scheduler.errors import BadParams, InternalFault, Overloaded, SettingsError, ShuttingDown, TooLong
+from scheduler.stats import SchedulerStats
 from scheduler.wire import Delta, FinishReason, Plan, Request, SamplingParams
 from tests.unit.scheduler_toys import ToyDrafter, ToyVerifier, always, never, plain
 
@@ -83,12 +84,21 @@ async def serving(
         await actor.stop()
 
 
+async def snapshot_where(actor: SchedulerActor, condition: Callable[[SchedulerStats], bool]) -> SchedulerStats:
+    for _ in range(2000):
+        stats = await actor.snapshot()
+        if condition(stats):
+            return stats
+        await asyncio.sleep(0.002)
+    raise AssertionError(f"never came true: {stats}")
+
+
 def toys(**settings: object) -> tuple[ToyVerifier, ToyDrafter]:
     verifier = ToyVerifier(**settings)  # type: ignore[arg-type]
     return verifier, ToyDrafter(verifier)
 
 
-# -- streaming ------------------------------------------------------------------------------------------------------------------
+# -- streaming --
 
 
 async def test_requests_stream_the_plain_text_with_one_list_per_step() -> None:
@@ -111,8 +121,7 @@ async def test_deltas_are_kept_for_a_subscriber_that_comes_late() -> None:
     verifier, drafter = toys()
     async with serving(verifier, drafter) as actor:
         await actor.submit(request("r"))
-        while (await actor.snapshot()).finished.get("length") != 1:
-            await asyncio.sleep(0.001)
+        await snapshot_where(actor, lambda stats: stats.finished.get("length") == 1)
         reader = Reader(actor)
         await reader.ending("r")
         assert reader.output("r") == plain(PROMPT, greedy(max_tokens=20))
@@ -126,8 +135,7 @@ async def test_a_reader_that_does_not_read_holds_nobody_up() -> None:
         await actor.submit(replace(request("s"), subscriber="slow"))
         await actor.submit(request("r"))
         await reader.ending("r")
-        while (await actor.snapshot()).finished.get("length") != 2:
-            await asyncio.sleep(0.001)
+        await snapshot_where(actor, lambda stats: stats.finished.get("length") == 2)
         tokens = [t for deltas in [await anext(slow) for _ in range(4)] for d in deltas for t in d.token_ids]
         assert plain(PROMPT, greedy(max_tokens=20))[: len(tokens)] == tokens
         await slow.aclose()
@@ -222,29 +230,29 @@ async def test_a_model_call_does_not_block_submit_cancel_and_snapshot() -> None:
         assert (await reader.ending("a")).finish_reason is FinishReason.CANCELLED
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------------------
+# -- refusals --
 
 
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        (dict(prompt_ids=()), "prompt"),
-        (dict(prompt_ids=(1, 50)), "prompt"),
-        (dict(prompt_ids=(-1,)), "prompt"),
-        (dict(request_id=""), "request_id"),
-        (dict(timeout_s=0.0), "timeout_s"),
-        (dict(params=greedy(max_tokens=0)), "max_tokens"),
-        (dict(params=greedy(max_tokens=4, min_tokens=5)), "min_tokens"),
-        (dict(params=greedy(min_tokens=-1)), "min_tokens"),
-        (dict(params=SamplingParams(temperature=-0.1)), "temperature"),
-        (dict(params=SamplingParams(temperature=float("nan"))), "temperature"),
-        (dict(params=SamplingParams(temperature=float("inf"))), "temperature"),
-        (dict(params=SamplingParams(top_p=0.0)), "top_p"),
-        (dict(params=SamplingParams(top_p=1.1)), "top_p"),
-        (dict(params=SamplingParams(top_k=-1)), "top_k"),
-        (dict(params=SamplingParams(min_p=2.0)), "min_p"),
-        (dict(params=SamplingParams(seed=2**64)), "seed"),
-        (dict(params=greedy(stop_ids=(50,))), "stop_token_ids"),
+        ({"prompt_ids": ()}, "prompt"),
+        ({"prompt_ids": (1, 50)}, "prompt"),
+        ({"prompt_ids": (-1,)}, "prompt"),
+        ({"request_id": ""}, "request_id"),
+        ({"timeout_s": 0.0}, "timeout_s"),
+        ({"params": greedy(max_tokens=0)}, "max_tokens"),
+        ({"params": greedy(max_tokens=4, min_tokens=5)}, "min_tokens"),
+        ({"params": greedy(min_tokens=-1)}, "min_tokens"),
+        ({"params": SamplingParams(temperature=-0.1)}, "temperature"),
+        ({"params": SamplingParams(temperature=float("nan"))}, "temperature"),
+        ({"params": SamplingParams(temperature=float("inf"))}, "temperature"),
+        ({"params": SamplingParams(top_p=0.0)}, "top_p"),
+        ({"params": SamplingParams(top_p=1.1)}, "top_p"),
+        ({"params": SamplingParams(top_k=-1)}, "top_k"),
+        ({"params": SamplingParams(min_p=2.0)}, "min_p"),
+        ({"params": SamplingParams(seed=2**64)}, "seed"),
+        ({"params": greedy(stop_ids=(50,))}, "stop_token_ids"),
     ],
 )
 async def test_nonsense_is_refused_and_names_the_parameter(change: dict[str, object], param: str) -> None:
@@ -310,7 +318,7 @@ async def test_a_wrong_setting_refuses_to_start() -> None:
         SchedulerActor(replace(CONFIG, planner="fastest"), verifier, drafter)
 
 
-# -- workers that die ----------------------------------------------------------------------------------------------------------------
+# -- workers that die --
 
 
 async def test_a_lost_drafter_costs_no_token_and_is_used_again_when_it_is_back() -> None:
@@ -324,8 +332,7 @@ async def test_a_lost_drafter_costs_no_token_and_is_used_again_when_it_is_back()
         await reader.ending("between")
         assert not (await actor.snapshot()).drafter_alive
         drafter.dead = False
-        while not (await actor.snapshot()).drafter_alive:
-            await asyncio.sleep(0.01)
+        await snapshot_where(actor, lambda stats: stats.drafter_alive)
         await actor.submit(request("new", max_tokens=30))
         await reader.endings("old", "new")
         assert reader.output("old") == plain(PROMPT, greedy(max_tokens=300))
@@ -373,8 +380,7 @@ async def test_a_lost_verifier_is_waited_for_and_everyone_recomputed() -> None:
             await actor.submit(request(f"r{i}", prompt=[i, *PROMPT], max_tokens=100))
         await reader.until(lambda: len(reader.output("r2")) > 10)
         verifier.die()
-        while (await actor.snapshot()).verifier_alive:
-            await asyncio.sleep(0.001)
+        await snapshot_where(actor, lambda stats: not stats.verifier_alive)
         await actor.submit(request("queued"))
         await actor.cancel("r1")
         verifier.dead = False
@@ -480,7 +486,7 @@ async def test_a_leak_is_found_when_idle_without_being_asked_for() -> None:
         assert actor._loop.core.residency.tables is not leaky
 
 
-# -- health, statistics, curve, planner -------------------------------------------------------------------------------------------------
+# -- health, statistics, curve, planner --
 
 
 async def test_health_is_progress_not_liveness() -> None:

@@ -117,9 +117,7 @@ def test_algorithm1_keeps_the_target_law_and_the_illegal_search_does_not() -> No
 
 
 confidences = st.lists(
-    st.lists(
-        st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0, 0.5, float("nan")])), min_size=4, max_size=4
-    ),
+    st.lists(st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0, 0.5, float("nan")])), min_size=4, max_size=4),
     min_size=1,
     max_size=6,
 )
@@ -210,9 +208,7 @@ def test_caps_end_a_draft_for_every_planner() -> None:
     c = np.full((2, 4), 0.9)
     caps = np.array([0, 3])
     for planner in ("algorithm1", "fixed:9", "threshold:0.1"):
-        chosen = admit(
-            parse_planner(planner), confidence=c, caps=caps, num_sampling=2, step_seconds=np.full(4, 1.0)
-        )
+        chosen = admit(parse_planner(planner), confidence=c, caps=caps, num_sampling=2, step_seconds=np.full(4, 1.0))
         assert chosen.tolist() == [0, 3], planner
 
 
@@ -247,7 +243,9 @@ def test_planner_settings_are_read_and_written_alike(text: str, planner: Planner
     assert str(planner) == text.strip()
 
 
-@pytest.mark.parametrize("text", ["", "fixed", "fixed:", "fixed:0", "fixed:-1", "fixed:x", "threshold:1.5", "off:1", "auto"])
+@pytest.mark.parametrize(
+    "text", ["", "fixed", "fixed:", "fixed:0", "fixed:-1", "fixed:x", "threshold:1.5", "off:1", "auto"]
+)
 def test_a_wrong_planner_is_refused_with_the_choices(text: str) -> None:
     with pytest.raises(SettingsError, match=r"scheduler\.planner .* is not a planner; use algorithm1, fixed:k"):
         parse_planner(text)

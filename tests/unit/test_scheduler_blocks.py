@@ -19,7 +19,7 @@ SIZE = 4
 
 def live_of(tokens: list[int], max_tokens: int = 8, name: str = "r") -> Live:
     request = Request(name, tuple(tokens), SamplingParams(max_tokens=max_tokens))
-    return new_live(request, sequence=0, now=0.0, deadline_s=1e9, block_size=SIZE)
+    return new_live(request, now=0.0, deadline_s=1e9, block_size=SIZE)
 
 
 def computed(tables: BlockTables, tokens: list[int], *, stamp: int = 0) -> Live:
@@ -204,7 +204,7 @@ def test_a_hit_is_always_the_longest_published_prefix_still_there(data: st.DataO
             tables.release(running.pop(data.draw(st.integers(0, len(running) - 1))))
         tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=9))
         request = Request(str(step), tuple(tokens), SamplingParams(max_tokens=1))
-        live = new_live(request, sequence=step, now=0.0, deadline_s=1e9, block_size=2)
+        live = new_live(request, now=0.0, deadline_s=1e9, block_size=2)
         tables.restore(live)
         for index, block in enumerate(live.block_table[: live.num_blocks].tolist()):
             assert contents[block] == tuple(tokens[: 2 * index + 2])

@@ -43,7 +43,7 @@ def text(**params: object) -> list[int]:
     return plain(PROMPT, SamplingParams(temperature=0.0, **params))  # type: ignore[arg-type]
 
 
-# -- block boundaries (faults A13, B17, B23, B26, B27) --------------------------------------------------------------------
+# -- block boundaries (faults A13, B17, B23, B26, B27) --
 
 
 @pytest.mark.parametrize("width", [1, 2, 5, 7])
@@ -66,7 +66,7 @@ def test_an_oracle_for_200_tokens_doubles_nothing() -> None:
     assert bench.core.stats().num_accepted_tokens == bench.core.stats().num_verified_tokens
 
 
-@pytest.mark.parametrize("position", range(0, 14))
+@pytest.mark.parametrize("position", range(14))
 def test_a_stop_inside_an_accepted_block_ends_the_text_there(position: int) -> None:
     """Greedy first, then a token that was produced is declared to be the stop."""
     stop = text(max_tokens=20)[position]
@@ -92,7 +92,7 @@ def test_accepted_tokens_behind_a_stop_are_not_counted() -> None:
     assert bench.core.stats().num_round_tokens == 3
 
 
-@pytest.mark.parametrize("min_tokens", range(0, 9))
+@pytest.mark.parametrize("min_tokens", range(9))
 def test_min_tokens_puts_off_a_stop_and_no_longer_than_asked(min_tokens: int) -> None:
     stops = tuple(text(max_tokens=3))
     bench = bench_with("fixed:5")
@@ -124,7 +124,7 @@ def test_a_stop_at_the_last_token_counts_as_a_stop() -> None:
     assert bench.ending("r").finish_reason is FinishReason.STOP
 
 
-# -- what is drafted, and for whom -----------------------------------------------------------------------------------------
+# -- what is drafted, and for whom --
 
 
 def test_drafts_never_run_past_what_the_request_may_still_get() -> None:
@@ -245,7 +245,7 @@ def test_a_drafters_wrong_answer_is_a_lost_drafter_not_a_wrong_text() -> None:
             bench.core.check_drafts(bad)
 
 
-# -- plan and apply ----------------------------------------------------------------------------------------------------------
+# -- plan and apply --
 
 
 def test_one_step_mixes_prefill_plain_decoding_and_drafts() -> None:
@@ -347,7 +347,9 @@ def test_scarce_blocks_never_let_a_token_decide_on_itself(
     length and the last free block, would decide whether an earlier token of the first is verified."""
     verifier = ToyVerifier(num_blocks=num_blocks, block_size=1)
     drafter = ToyDrafter(verifier, confidence=lambda r, i: 0.5)
-    bench = Bench(SchedulerConfig(planner="algorithm1", prefix_cache=False), verifier, drafter, flat_curve(token_s=token_s))
+    bench = Bench(
+        SchedulerConfig(planner="algorithm1", prefix_cache=False), verifier, drafter, flat_curve(token_s=token_s)
+    )
     for i in range(3):
         bench.add(f"r{i}", [i, 1], max_tokens=8)
     bench.step()
@@ -366,7 +368,7 @@ def test_scarce_blocks_never_let_a_token_decide_on_itself(
     assert verified[0] == verified[1]
 
 
-# -- prefix cache (faults F46, F47) --------------------------------------------------------------------------------------------
+# -- prefix cache (faults F46, F47) --
 
 
 def test_a_second_request_starts_where_the_first_has_been_and_drafts_as_well() -> None:
@@ -442,7 +444,7 @@ def test_a_switched_off_prefix_cache_finds_nothing() -> None:
     assert bench.core.stats().kv_blocks_cached == 0
 
 
-# -- room (faults E43, F50, F51) -------------------------------------------------------------------------------------------------
+# -- room (faults E43, F50, F51) --
 
 
 def test_the_youngest_is_preempted_resumed_and_loses_nothing() -> None:
@@ -474,7 +476,9 @@ def test_a_preempted_draft_is_not_verified_later() -> None:
 @pytest.mark.parametrize("block_size", [1, 16])
 @pytest.mark.parametrize("width", [1, 7])
 def test_a_request_fills_the_context_to_the_last_token(block_size: int, width: int) -> None:
-    bench = bench_with(f"fixed:{width}", width=width, block_size=block_size, num_blocks=64 // block_size + 1, max_model_len=64)
+    bench = bench_with(
+        f"fixed:{width}", width=width, block_size=block_size, num_blocks=64 // block_size + 1, max_model_len=64
+    )
     bench.add("r", PROMPT, max_tokens=56)
     bench.run()
     assert bench.output("r") == text(max_tokens=56)
@@ -535,7 +539,7 @@ def test_first_come_first_served() -> None:
     assert first_seen == [f"r{i}" for i in range(6)]
 
 
-# -- endings -----------------------------------------------------------------------------------------------------------------------
+# -- endings --
 
 
 @pytest.mark.parametrize("when", ["waiting", "live", "drafting", "verifying"])
@@ -604,7 +608,7 @@ def test_an_id_in_use_is_refused_and_may_be_used_again_later() -> None:
     bench.run()
 
 
-# -- workers come and go ---------------------------------------------------------------------------------------------------------------
+# -- workers come and go --
 
 
 def test_after_a_drafter_loss_old_requests_decode_plainly_and_new_ones_draft() -> None:
@@ -716,7 +720,7 @@ def test_a_reset_without_residents_fails_the_next_in_line_so_that_it_ends() -> N
     assert "b" not in bench.deltas
 
 
-# -- settings ------------------------------------------------------------------------------------------------------------------------------
+# -- settings --
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ def test_trimmed_drafts_count_with_their_confidence() -> None:
 
 def test_a_request_forgets_with_time_and_leans_on_the_others_again() -> None:
     estimates = AcceptanceEstimates(2, 1)
-    wrong = dict(num_drafted=np.array([1]), num_verified=np.array([1]), confidence=np.full((1, 1), np.nan))
+    wrong = {"num_drafted": np.array([1]), "num_verified": np.array([1]), "confidence": np.full((1, 1), np.nan)}
     for _ in range(20):
         estimates.observe(slots=np.array([0]), num_accepted=np.array([0]), **wrong)
     for _ in range(400):

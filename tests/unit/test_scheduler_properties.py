@@ -235,7 +235,9 @@ def test_the_counters_add_up_to_the_tokens_delivered(world: World, requests: Seq
 @pytest.mark.parametrize("planner", ["fixed:5", "algorithm1"])
 def test_a_pool_for_one_request_serves_many(planner: str) -> None:
     verifier = ToyVerifier(num_blocks=9, block_size=4, max_model_len=64)
-    bench = Bench(SchedulerConfig(planner=planner, prefill_chunk=4, max_live=8), verifier, ToyDrafter(verifier), flat_curve())
+    bench = Bench(
+        SchedulerConfig(planner=planner, prefill_chunk=4, max_live=8), verifier, ToyDrafter(verifier), flat_curve()
+    )
     for i in range(12):
         bench.add(f"r{i}", [i, 1, 2, 3, 4], max_tokens=27)
     bench.run()
