@@ -105,6 +105,8 @@ class NativeAttention:
 class TorchAttention:
     """`attend(layer, qkv)` for one step by torch operators, on any device and dtype. Built once per step."""
 
+    rotates = False
+
     def __init__(
         self, kv: PagedKV, slots: Tensor, spans: Sequence[Span], *, num_heads: int, dtype: torch.dtype
     ) -> None:

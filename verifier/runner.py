@@ -21,6 +21,7 @@ from verifier.device import resolve_device, resolve_dtype, set_threads
 from verifier.features import CommittedFeatures
 from verifier.kv import PagedKV, bytes_per_token
 from verifier.model import Decoder
+from verifier.noise import fresh_generator
 from verifier.weights import fingerprint, load_target, resolve_model
 
 # Without a memory limit the KV cache holds this many tokens per live request, so that long requests preempt, not fail.
@@ -51,11 +52,7 @@ class TargetRunner:
             dtype=self.dtype,
             device=self.device,
         )
-        self.generator = torch.Generator(self.device)
-        if config.seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(config.seed)
+        self.generator = fresh_generator(config.seed, "verifier", self.device)
 
     @property
     def kv_bytes_per_token(self) -> int:
