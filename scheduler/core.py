@@ -9,6 +9,7 @@ of the drafter begins a new epoch with an empty cache; a request admitted in ano
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Iterable, Sequence
@@ -66,8 +67,9 @@ class PrefixScheduler:
         return bool(self.residency.live or self.residency.waiting)
 
     @property
-    def num_waiting(self) -> int:
-        return len(self.residency.waiting)
+    def may_admit(self) -> bool:
+        """The next plan may seat a request, which may share blocks that are absorbed by then."""
+        return self.residency.may_admit
 
     @property
     def max_request_tokens(self) -> int:
@@ -115,9 +117,11 @@ class PrefixScheduler:
 
     def choose_drafts(self) -> DraftCall:
         """Who drafts this step, and how wide: the first half of `draft`."""
-        backlog = self.residency.prefill_backlog(self.config.prefill_chunk)
         return self.drafting.choose(
-            list(self.residency.live.values()), epoch=self._epoch, step=self._num_planned + 1, backlog=backlog
+            list(self.residency.live.values()),
+            epoch=self._epoch,
+            step=self._num_planned + 1,
+            backlog=self.residency.prefill_backlog(),
         )
 
     def check_drafts(self, drafts: Sequence[Draft]) -> None:
@@ -134,7 +138,7 @@ class PrefixScheduler:
             self._pending = self._make_step(drafts, now)
         return self._pending.plan
 
-    def apply(self, verdicts: Sequence[Verdict], now: float) -> list[Delta]:
+    def apply(self, verdicts: Sequence[Verdict]) -> list[Delta]:
         """Advances every request of the plan; at most one delta each. Raises InternalFault for verdicts of another plan."""
         pending = self._pending
         if pending is None:
@@ -148,7 +152,7 @@ class PrefixScheduler:
         deltas = [
             delta
             for share, verdict in zip(pending.shares, verdicts, strict=True)
-            if (delta := self._advance(share, verdict, outcome, pending.plan.step, now)) is not None
+            if (delta := self._advance(share, verdict, outcome, pending.plan.step)) is not None
         ]
         self.last_step = self._step_stats(pending, outcome)
         return deltas
@@ -165,7 +169,7 @@ class PrefixScheduler:
         return SchedulerStats(
             **self.ledger.counters(self.drafting.width),
             num_live=len(self.residency.live),
-            num_waiting=self.num_waiting,
+            num_waiting=len(self.residency.waiting),
             kv_blocks_used=tables.num_used,
             kv_blocks_cached=tables.cache.num_idle,
             kv_blocks_total=tables.allocator.num_blocks - 1,
@@ -208,12 +212,11 @@ class PrefixScheduler:
 
     def verifier_back(self, info: VerifierInfo) -> list[Delta]:
         """After `verifier_lost`: what it is now may differ. Returns the endings of requests it cannot serve any more."""
-        other_model = (info.fingerprint, info.vocab_size) != (self.verifier.fingerprint, self.verifier.vocab_size)
-        self.verifier = info
+        same_model = _identity(info) == _identity(self.verifier)
+        # The drafter's cache was sized for the blocks there were at first.
+        self.verifier = dataclasses.replace(info, num_blocks=min(info.num_blocks, self.verifier.num_blocks))
         self.residency.abandon(self._new_tables())
-        for live in self.residency.waiting:
-            live.resize_table(info.block_size)
-        if other_model:
+        if not same_model:
             return self.fail_all(VerifierLost("the target came back as another model"))
         too_long = [r for r in self.residency.everyone() if len(r.token_ids) > self.max_request_tokens]
         return [self._fail(live, VerifierLost("the target came back with too little memory")) for live in too_long]
@@ -295,32 +298,33 @@ class PrefixScheduler:
             self.ledger.prefix_hit_tokens += live.cached_tokens
 
     def _attach(self, shares: Sequence[Share], drafts: Sequence[Draft]) -> list[Proposal]:
-        """Gives the shares their drafts. Room is taken for all of a draft, oldest request first, before any confidence is
-        looked at: cutting by room what a confidence has chosen would let one token's fate hang on the token."""
+        """Gives the shares their drafts. Room is taken for the width asked for, oldest request first, before any draft is
+        looked at: cutting by room what a confidence has chosen would let a token's fate hang on the token."""
         by_id = {draft.request_id: draft for draft in drafts}
         proposals = []
         for share in shares:
             draft = by_id.get(share.live.request.request_id)
             if draft is not None and share.is_round:
-                share.proposal = self.drafting.propose(share.live, draft, self._cap(share.live, draft))
+                cap = min(self._room(share.live), len(draft.token_ids))
+                share.proposal = self.drafting.propose(share.live, draft, cap)
                 if share.proposal is not None:
                     proposals.append(share.proposal)
         return proposals
 
-    def _cap(self, live: Live, draft: Draft) -> int:
-        """How many tokens of the draft may be verified: the last output token is the target's own, and rows need room."""
-        cap = min(len(draft.token_ids), live.num_remaining - 1)
-        while cap > 0 and not self.residency.tables.grow(live, live.num_known + cap):
-            cap -= 1
-        return cap
+    def _room(self, live: Live) -> int:
+        """How many drafted tokens may be verified: the last output token is the target's own, and rows need blocks."""
+        room = min(self.drafting.call.width, live.num_remaining - 1)
+        while room > 0 and not self.residency.tables.grow(live, live.num_known + room):
+            room -= 1
+        return room
 
-    def _advance(self, share: Share, verdict: Verdict, outcome: Outcome, stamp: int, now: float) -> Delta | None:
+    def _advance(self, share: Share, verdict: Verdict, outcome: Outcome, stamp: int) -> Delta | None:
         live = share.live
         if live.cancelled:
             return self._end(live, FinishReason.CANCELLED)
         try:
             check_verdict(share, verdict, self.verifier.vocab_size)
-            committed, reason = self._commit(share, verdict, stamp, now)
+            committed, reason = self._commit(share, verdict, stamp)
         except Exception as error:
             logger.exception("request %s failed in apply", live.request.request_id)
             return self._fail(live, InternalFault(str(error)))
@@ -336,16 +340,12 @@ class PrefixScheduler:
             return self._end(live, reason, share=share, committed=committed, num_accepted=num_accepted)
         return delta_of(share, committed, num_accepted)
 
-    def _commit(
-        self, share: Share, verdict: Verdict, stamp: int, now: float
-    ) -> tuple[tuple[int, ...], FinishReason | None]:
+    def _commit(self, share: Share, verdict: Verdict, stamp: int) -> tuple[tuple[int, ...], FinishReason | None]:
         """Rows first, then tokens: after a stop inside the accepted block the rows past it do not count."""
         live = share.live
         num_computed = live.num_computed + share.num_tokens + verdict.num_accepted
         committed, reason = commit_all(live, verdict.token_ids)
         live.num_computed = min(num_computed, live.num_known)
-        if committed and live.first_token_s is None:
-            live.first_token_s = now
         if live.epoch == self._epoch:
             self.residency.tables.publish(live, stamp if self.drafting.captures else 0)
         return committed, reason
@@ -395,3 +395,8 @@ class PrefixScheduler:
         delta = delta_of(share, committed, num_accepted, live=live, reason=reason, error=error)
         self.residency.remove(live)
         return delta
+
+
+def _identity(info: VerifierInfo) -> tuple[str, int, int]:
+    """What must not change under a running request."""
+    return info.fingerprint, info.vocab_size, info.block_size

@@ -40,7 +40,6 @@ class Live:
     slot: int = -1
     cached_tokens: int = 0
     admitted_s: float | None = None
-    first_token_s: float | None = None
     cancelled: bool = False
 
     @property
@@ -89,10 +88,6 @@ class Live:
         self.num_computed = self.num_blocks = self.num_chained = 0
         self.chain = ROOT
         self.epoch = -1
-
-    def resize_table(self, block_size: int) -> None:
-        """An empty table for blocks of another size."""
-        self.block_table = np.zeros(-(-len(self.token_ids) // block_size), dtype=np.int32)
 
     def check_integrity(self, block_size: int) -> None:
         name = self.request.request_id

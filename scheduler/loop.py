@@ -76,7 +76,7 @@ class ServingLoop:
         verified = clock()
         if verdicts is None:
             return
-        deltas = core.apply(verdicts, verified)
+        deltas = core.apply(verdicts)
         self._emit(deltas)
         self._record(
             draft_s=drafted - chosen,
@@ -125,9 +125,9 @@ class ServingLoop:
         self._emit(self.core.expire(self._clock()))
 
     async def _draft(self, call: DraftCall) -> list[Draft]:
-        """The drafts asked for. Features are absorbed with them; without asks, when someone waits who might share their
-        blocks, or many have piled up."""
-        hurry = self.core.num_waiting > 0 or not self.core.has_work or self.drafter.overflows
+        """The drafts asked for. Features are absorbed with them; without asks, when someone comes who might share their
+        blocks, when there is nothing else to do, or when many have piled up."""
+        hurry = self.core.may_admit or not self.core.has_work or self.drafter.overflows
         if not call.asks and not (self.drafter.holds_features and hurry):
             return []
         try:

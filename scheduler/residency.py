@@ -68,12 +68,22 @@ class Residency:
         self._next_deadline_s = min((r.deadline_s for r in everyone if r.deadline_s > now), default=math.inf)
         return [r for r in everyone if r.deadline_s <= now]
 
-    def prefill_backlog(self, limit: int) -> int:
-        """Prompt tokens that the next step will compute, up to `limit`; an estimate, made before admission."""
+    @property
+    def may_admit(self) -> bool:
+        """Someone waits, there is a place, and what kept the head out, if anything, has changed."""
+        head = self.waiting.head
+        return (
+            head is not None
+            and len(self.live) < self._config.max_live
+            and self._blocked != (head.request.request_id, self.tables.num_available)
+        )
+
+    def prefill_backlog(self) -> int:
+        """Prompt tokens that the next step will compute; an estimate, made before admission."""
         backlog = sum(live.lag for live in self.live.values() if not live.decodes)
-        if len(self.live) < self._config.max_live and self.waiting.head is not None:
+        if self.may_admit and self.waiting.head is not None:
             backlog += self.waiting.head.lag
-        return min(backlog, limit)
+        return min(backlog, self._config.prefill_chunk)
 
     def schedule(self, now: float) -> Schedule:
         """Everyone's known tokens for this step, oldest first, each with its blocks."""
@@ -139,10 +149,8 @@ class Residency:
     def _admit(self, chunks: list[Chunk], budget: int, now: float) -> list[Live]:
         """Seats those who wait while there are places, prefill budget and blocks; extends `chunks`."""
         admitted: list[Live] = []
-        while budget > 0 and len(self.live) < self._config.max_live and (live := self.waiting.head) is not None:
-            if not self._seat(live):
-                break
-            self.waiting.pop(now)
+        while budget > 0 and self.may_admit and self._seat():
+            live = self.waiting.pop(now)
             self.live[live.request.request_id] = live
             live.slot = self._slots.pop()
             num_tokens = min(live.lag, budget)
@@ -152,12 +160,12 @@ class Residency:
             admitted.append(live)
         return admitted
 
-    def _seat(self, live: Live) -> bool:
-        """Whether all its known tokens have room, after what the prefix cache gives, with a block to spare for each other
-        resident; without that margin the next step would preempt it again."""
+    def _seat(self) -> bool:
+        """Gives the head its cached prefix if there is room for all its known tokens, with a block to spare for each resident;
+        without that margin the next step would preempt it again."""
+        live = self.waiting.head
+        assert live is not None
         available = self.tables.num_available
-        if self._blocked == (live.request.request_id, available):
-            return False
         self.tables.restore(live)
         missing = self.tables.blocks_for(live.num_known) - live.num_blocks
         if missing + len(self.live) <= self.tables.num_available or not self.live:

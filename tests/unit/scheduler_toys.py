@@ -344,7 +344,7 @@ class Bench:
             self.features.append(features)
         if during_verify is not None:
             during_verify()
-        self.collect(self.core.apply(verdicts, self.now))
+        self.collect(self.core.apply(verdicts))
         assert self.core.last_step is not None
         self.core.record(self.core.last_step)
         self.core.check_integrity()

@@ -92,6 +92,15 @@ def test_accepted_tokens_behind_a_stop_are_not_counted() -> None:
     assert bench.core.stats().num_round_tokens == 3
 
 
+def test_rows_of_accepted_tokens_behind_a_stop_are_not_cached() -> None:
+    stop = text(max_tokens=20)[3]
+    bench = bench_with("fixed:7", width=7, block_size=1)
+    bench.add("r", PROMPT, max_tokens=20, stop_ids=(stop,))
+    bench.run()
+    assert bench.ending("r").num_verified > bench.ending("r").num_accepted
+    assert bench.core.stats().kv_blocks_cached == len(PROMPT) + len(bench.output("r"))
+
+
 @pytest.mark.parametrize("min_tokens", range(9))
 def test_min_tokens_puts_off_a_stop_and_no_longer_than_asked(min_tokens: int) -> None:
     stops = tuple(text(max_tokens=3))
@@ -111,7 +120,7 @@ def test_a_stop_the_verifier_let_through_before_min_tokens_does_not_end_the_requ
     endings = []
     for _ in range(3):
         core.plan([], 0.0)
-        (delta,) = core.apply([Verdict("r", 0, (7,))], 0.0)
+        (delta,) = core.apply([Verdict("r", 0, (7,))])
         endings.append(delta.finish_reason)
     assert endings == [None, None, FinishReason.STOP]
 
@@ -289,10 +298,10 @@ def test_verdicts_of_another_plan_are_refused() -> None:
     bench = bench_with()
     bench.add("r", PROMPT, max_tokens=30)
     with pytest.raises(InternalFault, match="without a plan"):
-        bench.core.apply([], 0.0)
+        bench.core.apply([])
     bench.core.plan([], 0.0)
     with pytest.raises(InternalFault, match="not those of the plan"):
-        bench.core.apply([Verdict("x", 0, (1,))], 0.0)
+        bench.core.apply([Verdict("x", 0, (1,))])
 
 
 @pytest.mark.parametrize(
@@ -321,7 +330,7 @@ def test_an_impossible_verdict_fails_its_request_and_no_other(verdict: Verdict) 
     bench.features = [features] if features else []
     first_draft = int(drafts[0].token_ids[0])
     assert first_draft != 49
-    bench.collect(bench.core.apply([verdict, verdicts[1]], 0.0))
+    bench.collect(bench.core.apply([verdict, verdicts[1]]))
     failed = bench.ending("r")
     assert failed.finish_reason is FinishReason.ERROR
     assert failed.error is not None and failed.error[0] == "InternalFault"
@@ -429,7 +438,7 @@ def test_blocks_enter_the_cache_only_after_the_drafter_has_absorbed_them() -> No
     verdicts, features = bench.verifier.verify_now(plan)
     assert features is not None
     bench.features.append(features)
-    bench.collect(bench.core.apply(verdicts, bench.now))
+    bench.collect(bench.core.apply(verdicts))
     bench.add("late", PROMPT, max_tokens=2)
     bench.step()
     assert {e.request_id: e.start for e in bench.verifier.plans[-1].extensions}["late"] == 4
@@ -659,7 +668,7 @@ def test_a_verifier_that_comes_back_smaller_fails_only_what_no_longer_fits() -> 
     bench.step()
     bench.collect(bench.core.verifier_lost())
     bench.features.clear()
-    bench.verifier = ToyVerifier(num_blocks=9, block_size=2)
+    bench.verifier = ToyVerifier(num_blocks=5)
     assert bench.drafter is not None
     bench.drafter.verifier = bench.verifier
     bench.drafter.forget()
