@@ -21,7 +21,7 @@ from scheduler.loop import ServingLoop
 from scheduler.mailbox import Mailbox, Subscription
 from scheduler.ports import Drafter, Verifier
 from scheduler.stats import SchedulerStats
-from scheduler.throughput import CostCurve, CurveRejected, load_curve, measure_curve, save_curve
+from scheduler.throughput import CostCurve, CurveRejected, load_curve, measure_curve, save_curve, still_holds
 from scheduler.validation import check_request
 from scheduler.wire import Delta, DrafterInfo, Request, VerifierInfo
 
@@ -212,15 +212,12 @@ class SchedulerActor:
 
     async def _find_curve(self, verifier: VerifierInfo, drafter: DrafterInfo | None) -> CostCurve | None:
         """The saved curve or a fresh one; None, and a note why, when neither can be had: then nothing is trimmed."""
-        key = self._curve_key | _worker_key(verifier, drafter)
-        if self._curve_path is not None:
-            try:
-                return load_curve(self._curve_path, key, width=drafter.width if drafter else 0)
-            except CurveRejected as error:
-                logger.info("measuring the cost curve: %s", error)
-        elif parse_planner(self._config.planner).rule is not Rule.ALGORITHM1:
+        if self._curve_path is None and parse_planner(self._config.planner).rule is not Rule.ALGORITHM1:
             return None
+        key = self._curve_key | _worker_key(verifier, drafter)
         try:
+            if (saved := await self._saved_curve(key, drafter)) is not None:
+                return saved
             curve = await self._measure_curve(verifier, drafter)
         except Exception as error:
             logger.warning("no cost curve, so no draft is trimmed: %s: %s", type(error).__name__, error)
@@ -228,6 +225,19 @@ class SchedulerActor:
             return None
         self._save_curve(curve, key)
         return curve
+
+    async def _saved_curve(self, key: Mapping[str, str], drafter: DrafterInfo | None) -> CostCurve | None:
+        if self._curve_path is None:
+            return None
+        try:
+            curve = load_curve(self._curve_path, key, width=drafter.width if drafter else 0)
+        except CurveRejected as error:
+            logger.info("measuring the cost curve: %s", error)
+            return None
+        if await still_holds(curve, self._verifier):
+            return curve
+        logger.info("measuring the cost curve: steps take another time now than when it was saved")
+        return None
 
     async def _measure_curve(self, verifier: VerifierInfo, drafter: DrafterInfo | None) -> CostCurve:
         width = drafter.width if drafter else 0

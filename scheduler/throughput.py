@@ -25,6 +25,8 @@ Seconds = npt.NDArray[np.float64]
 FORMAT_VERSION = 1
 _DENSE_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 192, 256)
 _SPARSE_TOKENS = (1, 8, 32, 128)
+_SPOT_TOKENS = (1, 16, 64)
+_SPOT_FACTOR = 1.5
 _CONTEXTS = (256, 1024, 4096)
 _REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -132,6 +134,16 @@ async def measure_curve(
     )
     check_points(points, width=drafter_info.width if drafter_info else 0)
     return CostCurve(points, time.time())
+
+
+async def still_holds(curve: CostCurve, verifier: Verifier) -> bool:
+    """Whether a saved curve agrees with a few steps timed now: a machine may have been busy then, or be another now."""
+    context_len = curve.points.contexts[0]
+    tokens = [n for n in _SPOT_TOKENS if n <= curve.points.tokens[-1]]
+    (seconds,) = await verifier.measure(tokens, [context_len])
+    saved = np.array([curve.verify_seconds(n, 1, context_len)[0] for n in tokens])
+    ratios = np.asarray(seconds) / saved
+    return bool(np.all((ratios > 1 / _SPOT_FACTOR) & (ratios < _SPOT_FACTOR)))
 
 
 def check_points(points: CurvePoints, *, width: int) -> None:

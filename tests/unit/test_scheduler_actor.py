@@ -562,6 +562,25 @@ async def test_the_curve_is_measured_once_saved_and_loaded_the_next_time(tmp_pat
         assert not (await actor.snapshot()).curve_from_file
 
 
+@pytest.mark.parametrize(("slower", "kept"), [(1.3, True), (3.0, False), (0.4, False)])
+async def test_a_saved_curve_that_no_longer_holds_is_measured_again(tmp_path: Path, slower: float, kept: bool) -> None:
+    """It may have been measured while the machine was busy with something else."""
+    path = tmp_path / "c.json"
+    verifier, drafter = toys()
+    async with serving(verifier, drafter, CONFIG, curve_path=path):
+        pass
+    usual = verifier.measure
+
+    async def measure(num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
+        return [[slower * seconds for seconds in row] for row in await usual(num_tokens, context_lens)]
+
+    verifier.measure = measure  # type: ignore[method-assign]
+    async with serving(verifier, drafter, CONFIG, curve_path=path) as actor:
+        assert (await actor.snapshot()).curve_from_file is kept
+    async with serving(verifier, drafter, CONFIG, curve_path=path) as actor:
+        assert (await actor.snapshot()).curve_from_file
+
+
 async def test_a_machine_that_cannot_be_measured_serves_untrimmed_and_says_so() -> None:
     verifier, drafter = toys()
 

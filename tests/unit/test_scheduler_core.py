@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import time
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from scheduler.config import SchedulerConfig
 from scheduler.core import PrefixScheduler
 from scheduler.errors import BadParams, DrafterLost, InternalFault, Overloaded, SettingsError, TooLong
-from scheduler.wire import Draft, FinishReason, Request, SamplingParams, Verdict
+from scheduler.wire import Draft, DrafterInfo, FinishReason, Request, SamplingParams, Verdict, VerifierInfo
 from tests.unit.scheduler_toys import (
+    VOCAB,
     Bench,
     ToyDrafter,
     ToyVerifier,
@@ -727,6 +729,43 @@ def test_a_reset_without_residents_fails_the_next_in_line_so_that_it_ends() -> N
     bench.collect(bench.core.reset(InternalFault("cannot be served")))
     assert bench.ending("a").finish_reason is FinishReason.ERROR
     assert "b" not in bench.deltas
+
+
+# -- host work --
+
+
+@pytest.mark.parametrize(("num_requests", "limit_s"), [(1, 0.3e-3), (32, 2e-3)])
+def test_the_schedulers_own_work_per_step_is_small_and_does_not_grow_with_the_context(
+    num_requests: int, limit_s: float
+) -> None:
+    """The quickest of many steps: choosing, planning and applying, with contexts of 2000 tokens and everyone drafting."""
+    config = SchedulerConfig(planner="algorithm1", prefill_chunk=1 << 20, max_live=64)
+    verifier = VerifierInfo(8192, 16, 4096, VOCAB, (1,), "cpu", "float32", "x", 8)
+    drafter = DrafterInfo("toy", 7, True, True, 4096, (1,), "y")
+    core = PrefixScheduler(config, verifier, drafter, flat_curve(width=7))
+    for i in range(num_requests):
+        core.add(Request(f"r{i}", (i % VOCAB,) * 2000, SamplingParams(max_tokens=2000, stop_ids=(1,))), 0.0)
+    times = []
+    for _ in range(40):
+        begin = time.perf_counter()
+        call = core.choose_drafts()
+        chosen_s = time.perf_counter() - begin
+        drafts = [
+            Draft(a.request_id, np.full(call.width, 9, np.int32), np.full(call.width, 0.9, np.float32))
+            for a in call.asks
+        ]
+        begin = time.perf_counter()
+        core.check_drafts(drafts)
+        plan = core.plan(drafts, 0.0)
+        planned_s = time.perf_counter() - begin
+        verdicts = [Verdict(e.request_id, e.num_draft // 2, (9,) * (e.num_draft // 2 + 1)) for e in plan.extensions]
+        begin = time.perf_counter()
+        core.apply(verdicts)
+        assert core.last_step is not None
+        core.record(core.last_step)
+        times.append(chosen_s + planned_s + time.perf_counter() - begin)
+    assert core.last_step.num_drafting == num_requests
+    assert min(times) < 1.5 * limit_s
 
 
 # -- settings --

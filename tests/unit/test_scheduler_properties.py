@@ -230,6 +230,11 @@ def test_the_counters_add_up_to_the_tokens_delivered(world: World, requests: Seq
         assert delta.num_accepted <= len(delta.token_ids) <= delta.num_accepted + 1
         assert len(delta.token_ids) == delta.num_accepted + 1 or delta.finish_reason is not None
         assert delta.num_accepted <= delta.num_verified <= delta.num_drafted
+    for i, arrival in enumerate(requests):
+        left = arrival.max_tokens
+        for delta in bench.deltas[f"r{i}"]:
+            assert delta.num_verified < left, "the last token a request may get is the target's own"
+            left -= len(delta.token_ids)
 
 
 @pytest.mark.parametrize("planner", ["fixed:5", "algorithm1"])
