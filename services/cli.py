@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from scheduler.errors import ServingError, SettingsError
+from scheduler.errors import Rejected, ServingError, SettingsError
 from services.launch import StartFailed, fail, serve_in_process, serve_with_ray
 from services.settings import Settings, load_settings
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return int(args.run(args) or 0)
-    except SettingsError as error:
+    except (SettingsError, Rejected) as error:
         return fail(str(error), 2)
     except (ServingError, StartFailed, OSError) as error:
         return fail(str(error), 1)

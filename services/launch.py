@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import logging
+import re
 import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -97,12 +98,13 @@ def _deploy(settings: Settings, failures: list[str]) -> None:
 
     from services.app import build
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         serve.start(http_options={"host": settings.gateway.host, "port": settings.gateway.port})
         serve.run(build(settings), name=APPLICATION, route_prefix="/")
         _await_ready(settings)
     except Exception as error:
-        failures.append(_reason(error))
+        failures.append(_reason(_replica_messages() or str(error)))
 
 
 def _await_ready(settings: Settings) -> None:
@@ -116,24 +118,32 @@ def _await_ready(settings: Settings) -> None:
     raise StartFailed(f"not ready: {response.json().get('reason', response.status_code)}")
 
 
-def _reason(error: Exception) -> str:
-    """The line of a replica's traceback that says what is wrong."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if "SettingsError: " in line or line.partition(":")[0].endswith(("Error", "Lost"))]
-    line = (named or lines or [type(error).__name__])[-1]
-    return line.rpartition("SettingsError: ")[2] if "SettingsError: " in line else line
+def _replica_messages() -> str:
+    """What Serve knows of why deployments are not well, tracebacks included."""
+    from ray import serve
+
+    with contextlib.suppress(Exception):
+        application = serve.status().applications[APPLICATION]
+        return "\n".join(each.message for each in application.deployments.values() if each.message)
+    return ""
+
+
+def _reason(text: str) -> str:
+    """The line of a traceback that says what is wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    refusals = [line.rpartition("SettingsError: ")[2] for line in lines if "SettingsError: " in line]
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Lost|Fault)\b.*: ", line)]
+    return (refusals or errors or lines or ["unknown reason"])[-1]
 
 
 def _stop_ray(ray: Any) -> None:
+    """Removing the application drains it. A Ray that was started here ends with this process."""
     from ray import serve
 
     if not ray.is_initialized():
         return
     with contextlib.suppress(Exception):
         serve.delete(APPLICATION)
-    if not os.environ.get("RAY_ADDRESS"):
-        with contextlib.suppress(Exception):
-            serve.shutdown()
     ray.shutdown()
 
 
@@ -144,50 +154,57 @@ def serve_in_process(settings: Settings) -> None:
 
 
 async def _serve_in_process(settings: Settings) -> None:
-    import uvicorn
-
+    """The models load while the server already answers /health and says on /ready what it waits for."""
     from services.engine import Engine
     from services.gateway.app import create_app
     from services.workers import launch_colocated
 
     engine = Engine(settings, launch_colocated)
     app = create_app(engine, settings.gateway_config())
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            host=settings.gateway.host,
-            port=settings.gateway.port,
-            log_level="warning",
-            timeout_graceful_shutdown=int(settings.gateway.drain_s),
-        )
-    )
-    async with _starting(engine, settings, server) as starting:
-        await server.serve()
-    await engine.drain(0)
-    await engine.stop()
-    if starting.done() and not starting.cancelled() and (error := starting.exception()) is not None:
-        raise error
-
-
-@contextlib.asynccontextmanager
-async def _starting(engine: Any, settings: Settings, server: Any) -> AsyncIterator[asyncio.Task[None]]:
-    """The models load while the server already answers /health and says on /ready what it waits for."""
+    server = _server(app, settings)
+    on_stop_signals(lambda: _ask_to_stop(server))
 
     async def start() -> None:
         try:
             await engine.start()
+            await app.state.gateway.loaded.wait()
             say(ready_line(settings))
         except BaseException:
             server.should_exit = True
             raise
 
-    task = asyncio.create_task(start())
-    try:
-        yield task
-    finally:
-        if not task.done():
-            task.cancel()
-        await asyncio.wait({task})
+    starting = asyncio.create_task(start())
+    await server.serve()
+    if not starting.done():
+        starting.cancel()
+    await asyncio.wait({starting})
+    await engine.stop()
+    if not starting.cancelled() and (error := starting.exception()) is not None:
+        raise error
+
+
+def _server(app: Any, settings: Settings) -> Any:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """Leaves signals to us: uvicorn would raise them again when it is done and so end the process half-way."""
+
+        def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+            return contextlib.nullcontext()
+
+    gateway = settings.gateway
+    drain_s = int(gateway.drain_s)
+    return Server(
+        uvicorn.Config(
+            app, host=gateway.host, port=gateway.port, log_level="warning", timeout_graceful_shutdown=drain_s
+        )
+    )
+
+
+def _ask_to_stop(server: Any) -> None:
+    """The second time without waiting for running streams."""
+    server.force_exit = server.should_exit
+    server.should_exit = True
 
 
 def fail(message: str, status: int) -> int:

@@ -63,6 +63,7 @@ class Gateway:
         self.config = config
         self.client = EngineClient(scheduler, config)
         self.metrics = GatewayMetrics()
+        self.loaded = asyncio.Event()
         self._model: LoadedModel | None = None
         self._reason = "the gateway is starting"
         self._loading: asyncio.Task[None] | None = None
@@ -88,6 +89,7 @@ class Gateway:
                 card = await self.client.card()
                 self._model = await asyncio.to_thread(LoadedModel.from_card, card)
                 self.metrics.model_name = card.name
+                self.loaded.set()
             except ServingError as error:
                 self._reason = str(error)
                 await asyncio.sleep(pause_s)
