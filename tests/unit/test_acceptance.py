@@ -67,7 +67,7 @@ def fit(counts: np.ndarray, law: np.ndarray) -> float:
 def slow_judge(
     p: np.ndarray, q: np.ndarray, drafts: Sequence[int], rng: np.random.Generator, *, residual_from_p: bool = False
 ) -> list[int]:
-    """p [n + 1, V], q [n, V] -> emitted ids, one token at a time. residual_from_p is the mistake the tests must notice."""
+    """p [n + 1, V], q [n, V] -> emitted ids, one by one. residual_from_p is a mistake the tests must notice."""
     for k, draft in enumerate(drafts):
         if rng.random() < p[k, draft] / q[k, draft]:
             continue
@@ -233,7 +233,7 @@ def test_certain_drafts_without_q_keep_the_law_and_are_never_their_own_replaceme
 
 @pytest.mark.parametrize("admit", ["always one", "global search"])
 def test_the_counterexample_of_a_scheduler_that_looks_ahead(admit: str) -> None:
-    """p = (0.7, 0.3), q = (0.5, 0.5). Admitting x_1 only when it is A gives Pr(A) = 0.85; admitting always gives 0.7."""
+    """p = (0.7, 0.3), q = (0.5, 0.5). Admitting x_1 only when it is A gives Pr(A) = 0.85; always, 0.7."""
     count = 60_000
     logits = torch.tensor([0.7, 0.3]).log()
     drafts = torch.randint(0, 2, (count,), generator=generator(3)).tolist()
