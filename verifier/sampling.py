@@ -143,7 +143,7 @@ def _race(law: Tensor, keys: Tensor, token_ids: Tensor | None, head_floor: float
     """The column that wins log p + Gumbel(key, token id), int64 [B]; exactly distributed as law [B, V].
 
     In a wide row only the head (tokens from head_floor up) races one by one. The tail enters as one pseudo-token with
-    the sum of its mass and a noise of its own; where it wins, its blocks race for the row, then the tokens of that block.
+    the sum of its mass and a noise of its own; where it wins, its blocks race for the row, then that block's tokens.
     Overwrites the heads of `law`.
     """
     if law.shape[-1] <= NARROW:
