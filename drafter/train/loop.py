@@ -220,7 +220,7 @@ def batch_loss(network: DraftNetwork, batch: Batch, config: LossConfig) -> tuple
     mixed, w2 = network.markov(batch.previous_ids)
     laws = target_laws(batch.last, batch.lse, network.lm_head)
     total, terms = vocabulary_loss(hidden, mixed, w2, lm_head=network.lm_head, laws=laws, slots=slots, config=config)
-    metrics = {"ce": float(terms.ce), "tv": float(terms.tv), "kl": float(terms.kl)}
+    metrics = {name: float(value.detach()) for name, value in (("ce", terms.ce), ("tv", terms.tv), ("kl", terms.kl))}
     if network.arch.has_confidence and config.confidence:
         confidence = confidence_loss(network.confidence_logits(hidden, mixed), terms.overlap, slots.weights)
         metrics["confidence"] = float(confidence.detach())

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from drafter.checkpoint import VOCABULARY, DrafterArchitecture
 from verifier.architecture import Architecture
-from verifier.layers import Rotary, rms_norm
+from verifier.layers import Rotary
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class DraftLayer(nn.Module):
         """Block rows [N, d] -> [N, H + 2 KV, hd], not rotated."""
         attn = self.self_attn
         weight = torch.cat([attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight])
-        normed = rms_norm(hidden, self.input_layernorm.weight.to(hidden.dtype), self.eps)
+        normed = _rms_norm(hidden, self.input_layernorm.weight, self.eps)
         return _linear(normed, weight).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
 
     def project_context(self, context: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class DraftLayer(nn.Module):
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         hidden = hidden + _linear(attended, self.self_attn.o_proj.weight)
         gate_up = torch.cat([self.mlp.gate_proj.weight, self.mlp.up_proj.weight])
-        normed = rms_norm(hidden, self.post_attention_layernorm.weight.to(hidden.dtype), self.eps)
+        normed = _rms_norm(hidden, self.post_attention_layernorm.weight, self.eps)
         return hidden + _linear(_swiglu(_linear(normed, gate_up)), self.mlp.down_proj.weight)
 
 
@@ -141,7 +141,8 @@ class DraftNetwork(nn.Module):
         self.rotary = Rotary(decoder, max_len, embed_tokens.dtype, embed_tokens.device)
 
     def initialise(self, generator: torch.Generator, target_norm: Tensor) -> None:
-        """Normal weights of std 0.02 as in DeepSpec; the last norm starts as the target's, whose head it feeds."""
+        """Normal weights of std 0.02 as in DeepSpec. The last norm starts as a twentieth of the target's, whose head it feeds:
+        with tied embeddings a slot's own token would otherwise begin with a logit above 100."""
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
                 nn.init.ones_(parameter)
@@ -150,7 +151,7 @@ class DraftNetwork(nn.Module):
             else:
                 nn.init.normal_(parameter, std=0.02, generator=generator)
         with torch.no_grad():
-            self.norm.weight.copy_(target_norm)
+            self.norm.weight.copy_(0.05 * target_norm)
 
     def forward(self, batch: Sequence[Blocks]) -> Tensor:
         """Hidden states after the last norm of all block slots, [N, d], sequence by sequence, anchor by anchor."""
@@ -162,14 +163,12 @@ class DraftNetwork(nn.Module):
         for layer, rows in zip(self.draft_layers, context, strict=True):
             qkv = self.rotary.rotate(layer.project(hidden), cos_sin)
             hidden = layer.finish(hidden, _attend(batch, qkv, rows, layer.num_heads))
-        return rms_norm(hidden, self.norm.weight.to(hidden.dtype), self.eps)
+        return _rms_norm(hidden, self.norm.weight, self.eps)
 
     def _context(self, batch: Sequence[Blocks]) -> list[Tensor]:
         """Per layer, rotated keys and values of all context rows [C, 2 KV, hd]."""
         features = torch.cat([blocks.features for blocks in batch])
-        normed = rms_norm(
-            _linear(features * self.feature_scale, self.fc.weight), self.hidden_norm.weight.to(features.dtype), self.eps
-        )
+        normed = _rms_norm(_linear(features * self.feature_scale, self.fc.weight), self.hidden_norm.weight, self.eps)
         positions = torch.cat([torch.arange(len(blocks.features)) for blocks in batch])
         cos_sin = self.rotary.at(positions, self.arch.decoder.num_kv_heads)
         return [self.rotary.rotate(layer.project_context(normed), cos_sin) for layer in self.draft_layers]
@@ -206,6 +205,11 @@ class DraftNetwork(nn.Module):
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.to(x.dtype))
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Not the layer of the target: that one may be a native kernel, which has no gradient."""
+    return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps)
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:

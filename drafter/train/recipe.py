@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.checkpoint import parse_drafter, write_checkpoint
+from drafter.train.bigrams import bigram_factors
 from drafter.train.loop import LoopConfig, Training, saved_state
 from drafter.train.network import DraftNetwork
 from drafter.train.states import States, StatesFolder
@@ -123,7 +124,13 @@ def build_network(config: RunConfig, folder: StatesFolder) -> DraftNetwork:
         scale,
         max_len=config.max_len,
     )
-    network.initialise(torch.Generator().manual_seed(config.loop.seed), weights["model.norm.weight"].float())
+    generator = torch.Generator().manual_seed(config.loop.seed)
+    network.initialise(generator, weights["model.norm.weight"].float())
+    if saved is None and arch.markov_rank and reduced:
+        factors = bigram_factors(_sequences(folder), network.lm_head, network.row_of, arch.markov_rank, generator)
+        with torch.no_grad():
+            network.markov_head.markov_w1.weight.copy_(factors[0])
+            network.markov_head.markov_w2.weight.copy_(factors[1])
     return network
 
 
