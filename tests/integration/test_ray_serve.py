@@ -1,0 +1,332 @@
+"""The application on a real local Ray, in both placements, with a small real target and a DSpark drafter that helps.
+
+One Ray for the module. What is served must be the text that the same engine writes in this process without drafting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from scheduler.actor import SchedulerActor
+from scheduler.config import SchedulerConfig
+from scheduler.wire import Request, SamplingParams
+from services.app import build
+from services.engine import Engine, Workers
+from services.gateway.app import create_app
+from services.settings import Settings, load_settings
+from services.split import launch_split
+from services.workers import launch_colocated
+
+CHAT = "/v1/chat/completions"
+PROMPTS = ["hello", "a longer prompt with many words", "xyz", "the cat sat on the mat"]
+NUM_TOKENS = 60
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """One token per character, as many characters as the target has ids."""
+    characters = ["Ġ", *"abcdefghijklmnopqrstuvwxyz0123456789.,:;!?-+*/()"][:vocab_size]
+    tokenizer = Tokenizer(models.BPE({character: index for index, character in enumerate(characters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }};{% endfor %}assistant:"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+
+
+@pytest.fixture(scope="module")
+def tree(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    folder = tmp_path_factory.mktemp("served")
+    target = Path(shutil.copytree(golden / "target", folder / "target"))
+    write_tokenizer(target, json.loads((target / "config.json").read_text())["vocab_size"])
+    return {
+        "model": {"path": str(target), "name": "golden", "dtype": "float32", "device": "cpu"},
+        "drafter": {"checkpoint": str(golden / "dspark_vanilla"), "dtype": "float32", "device": "cpu"},
+        "scheduler": {"planner": "fixed:7", "max_live": 8, "prefill_chunk": 32, "check_integrity": True},
+        "gateway": {"drain_s": 20, "connect_timeout_s": 60},
+        "threads": 1,
+        "cache_dir": str(folder / "cache"),
+    }
+
+
+def settings_for(tree: dict, **changes: object) -> Settings:
+    return load_settings(args={**tree, **changes})
+
+
+def body(prompt: str, **changes: object) -> dict:
+    messages = [{"role": "user", "content": prompt}]
+    return {"model": "golden", "messages": messages, "max_tokens": NUM_TOKENS, "temperature": 0, **changes}
+
+
+@pytest.fixture(scope="module")
+def expected(tree: dict) -> dict[str, str]:
+    """Prompt -> text, by plain decoding in this process."""
+
+    async def answers() -> dict[str, str]:
+        engine = Engine(settings_for(tree, scheduler={"planner": "off", "max_live": 1}), launch_colocated)
+        await engine.start()
+        app = create_app(engine, settings_for(tree).gateway_config())
+        transport = httpx.ASGITransport(app)
+        texts = {}
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://t") as http,
+        ):
+            await app.state.gateway.loaded.wait()
+            for prompt in PROMPTS:
+                answer = (await http.post(CHAT, json=body(prompt), timeout=60)).json()
+                texts[prompt] = answer["choices"][0]["message"]["content"]
+        await engine.stop()
+        return texts
+
+    return asyncio.run(answers())
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """A local Ray with Serve's proxy on a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        number = probe.getsockname()[1]
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        num_cpus=4,
+        object_store_memory=200 * 1024 * 1024,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    serve.start(http_options={"host": "127.0.0.1", "port": number})
+    yield number
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module", params=["colocated", "split"])
+def served(request: pytest.FixtureRequest, tree: dict, expected: dict, port: int) -> Iterator[httpx.Client]:
+    serve.run(build(settings_for(tree, placement=request.param)), name="dspark", route_prefix="/")
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        until(lambda: client.get("/ready").status_code == 200)
+        client.placement = request.param
+        yield client
+    serve.delete("dspark")
+
+
+def until(condition, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.1)
+
+
+def streamed(client: httpx.Client, prompt: str, **changes: object) -> tuple[str, list]:
+    text, events = "", []
+    with client.stream("POST", CHAT, json=body(prompt, stream=True, **changes)) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                data = line.removeprefix("data: ")
+                events.append(data if data == "[DONE]" else json.loads(data))
+    for event in events:
+        if event != "[DONE]" and event.get("choices"):
+            text += event["choices"][0]["delta"].get("content") or ""
+    return text, events
+
+
+def metric(client: httpx.Client, name: str, **labels: str) -> float:
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name == name and labels.items() <= sample.labels.items():
+                return sample.value
+    raise AssertionError(f"no sample {name} {labels}")
+
+
+def processes(name: str) -> list[int]:
+    """Processes of our own Ray whose title holds `name`."""
+    parents: dict[int, int] = {}
+    titles: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+                titles[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
+
+    def ours(pid: int) -> bool:
+        while pid > 1 and pid != os.getpid():
+            pid = parents.get(pid, 0)
+        return pid == os.getpid()
+
+    return [pid for pid, title in titles.items() if name in title and ours(pid)]
+
+
+def test_unary_and_streamed_text_is_that_of_plain_decoding(served, expected):
+    for prompt, text in expected.items():
+        answer = served.post(CHAT, json=body(prompt))
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"] == text
+        assert answer.headers["x-request-id"]
+        shown, events = streamed(served, prompt, stream_options={"include_usage": True})
+        assert shown == text and events[-1] == "[DONE]"
+        assert events[-2]["usage"]["completion_tokens"] == NUM_TOKENS
+
+
+def test_many_clients_at_once_get_their_own_text(served, expected):
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda prompt: streamed(served, prompt)[0], PROMPTS * 4))
+    assert answers == [expected[prompt] for prompt in PROMPTS * 4]
+
+
+def test_metrics_show_the_schedulers_exact_sums(served):
+    rounds, accepted = metric(served, "dspark_verify_rounds_total"), metric(served, "dspark_accepted_tokens_total")
+    assert rounds > 0 and accepted > 0
+    assert metric(served, "vllm:spec_decode_num_accepted_tokens_total") == accepted
+    assert metric(served, "dspark_round_tokens_total") >= rounds + accepted - metric(
+        served, "dspark_finished_requests_total", reason="length"
+    )
+    assert metric(served, "dspark_scheduler_up") == 1
+
+
+def test_errors_are_enveloped_through_serve(served):
+    for method, path, content, status, code in (
+        ("GET", "/nope", None, 404, "unknown_url"),
+        ("GET", CHAT, None, 405, "method_not_allowed"),
+        ("POST", CHAT, b"{", 400, "invalid_value"),
+        ("POST", CHAT, json.dumps(body("x", n=2)).encode(), 400, "invalid_value"),
+        ("POST", CHAT, json.dumps(body("x", max_tokens=10_000)).encode(), 400, "context_length_exceeded"),
+    ):
+        response = served.request(method, path, content=content)
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert served.get("/v1/models").json()["data"][0]["id"] == "golden"
+    assert served.get("/health").status_code == 200
+
+
+def test_a_stop_id_beyond_the_vocabulary_is_refused_by_the_scheduler_with_its_reason(served):
+    response = served.post(CHAT, json=body("x", stop_token_ids=[10_000]))
+    assert response.status_code == 400 and response.json()["error"]["param"] == "stop_token_ids"
+
+
+def test_clients_that_drop_leave_nothing_behind(served, expected):
+    url = served.base_url
+
+    def drop(number: int) -> None:
+        with httpx.Client(base_url=url, timeout=30) as client:
+            request = body(PROMPTS[number % 4], stream=number % 2 == 0, max_tokens=300)
+            with client.stream("POST", CHAT, json=request) as response:
+                if number % 2 == 0:
+                    next(response.iter_raw())
+
+    def drop_unary(number: int) -> None:
+        with httpx.Client(base_url=url, timeout=0.05) as client, pytest.raises(httpx.TimeoutException):
+            client.post(CHAT, json=body(PROMPTS[number % 4], max_tokens=300))
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: drop_unary(n) if n % 2 else drop(n), range(24)))
+    names = (
+        "dspark_requests_running",
+        "dspark_requests_waiting",
+        "dspark_kv_blocks_used",
+        "dspark_gateway_open_requests",
+    )
+    until(lambda: all(metric(served, name) == 0 for name in names), timeout_s=10)
+    assert streamed(served, "xyz")[0] == expected["xyz"]
+
+
+def test_torch_is_where_something_computes_and_nowhere_else(served):
+    def has_torch(pid: int) -> bool:
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+    assert [has_torch(pid) for pid in processes("dspark:Gateway")] == [False]
+    (scheduler,) = processes("dspark:PrefixScheduler")
+    assert has_torch(scheduler) == (served.placement == "colocated")
+    workers = processes("ray::VerifierProcess") + processes("ray::DrafterProcess")
+    assert [has_torch(pid) for pid in workers] == ([True, True] if served.placement == "split" else [])
+
+
+def test_lost_workers_come_back_and_running_requests_do_not_notice(served, expected):
+    if served.placement != "split":
+        pytest.skip("in one process there is no worker to lose")
+    for name in ("ray::DrafterProcess", "ray::VerifierProcess"):
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            answers = pool.map(lambda prompt: streamed(served, prompt)[0], PROMPTS)
+            (pid,) = processes(name)
+            os.kill(pid, signal.SIGKILL)
+            assert list(answers) == [expected[prompt] for prompt in PROMPTS]
+        until(lambda name=name, old=pid: processes(name) not in ([], [old]))
+        assert streamed(served, "hello")[0] == expected["hello"]
+    until(lambda: streamed(served, "hello") and metric(served, "dspark_drafter_up") == 1)
+
+
+def test_a_scheduler_that_dies_ends_streams_with_an_error_event_and_comes_back(served, expected):
+    if served.placement != "colocated":
+        pytest.skip("the same in both placements")
+    (pid,) = processes("dspark:PrefixScheduler")
+    with served.stream("POST", CHAT, json=body("hello", stream=True, max_tokens=400)) as response:
+        lines = response.iter_lines()
+        next(lines)
+        os.kill(pid, signal.SIGKILL)
+        rest = [line for line in lines if line.startswith("data: ")]
+    error = json.loads(rest[-1].removeprefix("data: "))["error"]
+    assert error["code"] == "engine_unavailable" and "data: [DONE]" not in rest
+    until(lambda: served.get("/ready").status_code == 200)
+    assert streamed(served, "hello")[0] == expected["hello"]
+
+
+async def trace(workers: Workers) -> list[tuple[int, int]]:
+    """(verified, accepted) of each round of one greedy request, without a cost curve: every round drafts."""
+    actor = SchedulerActor(SchedulerConfig(planner="fixed:7"), workers.verifier, workers.drafter)
+    await actor.start()
+    stream = actor.subscribe("test")
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    await actor.submit(Request("r", tuple(range(1, 30)), params, subscriber="test"))
+    rounds = []
+    async for deltas in stream:
+        rounds += [(delta.num_verified, delta.num_accepted) for delta in deltas]
+        if deltas[-1].finish_reason is not None:
+            break
+    await actor.stop()
+    await workers.stop()
+    return rounds
+
+
+def test_drafts_of_two_processes_are_those_of_one(port, tree):
+    """The captured features travel by reference from worker to worker; a wrong or late one changes the drafts."""
+
+    async def both() -> list[list[tuple[int, int]]]:
+        settings = settings_for(tree, placement="split")
+        return [await trace(await launch(settings)) for launch in (launch_colocated, launch_split)]
+
+    one, two = asyncio.run(both())
+    assert one == two and sum(accepted for _, accepted in one) > 0
+
+
+def test_a_running_stream_is_finished_when_the_application_is_removed(served, expected):
+    """Last: the application is gone afterwards."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with served.stream("POST", CHAT, json=body("hello", stream=True, max_tokens=400)) as response:
+            lines = response.iter_lines()
+            next(lines)
+            removing = pool.submit(serve.delete, "dspark")
+            rest = [line for line in lines if line.startswith("data: ")]
+        removing.result()
+    assert rest[-1] == "data: [DONE]"
+    text = "".join(
+        (json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content") or "") for line in rest[:-1]
+    )
+    assert expected["hello"].startswith(text[:NUM_TOKENS]) or text.startswith(expected["hello"][1:NUM_TOKENS])
