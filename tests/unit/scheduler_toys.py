@@ -96,11 +96,19 @@ class Rows:
         return row
 
 
+@dataclass
+class Life:
+    """One life of a worker; what it handed out cannot be read after it has died."""
+
+    over: bool = False
+
+
 @dataclass(frozen=True)
 class Committed:
-    """Features: (slot, position, token, row) of every committed row."""
+    """Features: (slot, position, token, row) of every committed row, kept by the worker that made them."""
 
     rows: tuple[tuple[int, int, int, int], ...]
+    life: Life
 
 
 @dataclass
@@ -119,6 +127,7 @@ class ToyVerifier:
 
     def __post_init__(self) -> None:
         self.cache = Rows(self.num_blocks, self.block_size)
+        self.life = Life()
 
     def info(self) -> VerifierInfo:
         return VerifierInfo(
@@ -126,7 +135,8 @@ class ToyVerifier:
         )
 
     def die(self) -> None:
-        self.dead = True
+        self.dead = self.life.over = True
+        self.life = Life()
         self.cache = Rows(self.num_blocks, self.block_size)
 
     async def describe(self) -> VerifierInfo:
@@ -153,7 +163,7 @@ class ToyVerifier:
         written: set[int] = set()
         committed: list[tuple[int, int, int, int]] = []
         verdicts = [self._extend(e, written, committed) for e in plan.extensions]
-        return verdicts, Committed(tuple(committed)) if plan.capture else None
+        return verdicts, Committed(tuple(committed), self.life) if plan.capture else None
 
     def _extend(self, e: Extension, written: set[int], committed: list[tuple[int, int, int, int]]) -> Verdict:
         assert len(e.token_ids) > e.num_draft >= 0 and (e.samples or e.num_draft == 0)
@@ -252,6 +262,7 @@ class ToyDrafter:
     def propose_now(self, asks: Sequence[DraftAsk], width: int, features: Sequence[Committed]) -> list[Draft]:
         self.calls.append((len(asks), width, len(features)))
         for committed in features:
+            assert not committed.life.over, "these features went with the worker that made them"
             for slot, position, token, row in committed.rows:
                 self.cache.write(slot, position, token, row)
         return [self._draft(ask, width) for ask in asks]

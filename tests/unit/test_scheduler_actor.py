@@ -13,10 +13,21 @@ import pytest
 
 from scheduler.actor import SchedulerActor
 from scheduler.config import SchedulerConfig
-from scheduler.errors import BadParams, InternalFault, Overloaded, SettingsError, ShuttingDown, TooLong
+from scheduler.drafting import DraftCall
+from scheduler.errors import (
+    BadParams,
+    DrafterLost,
+    InternalFault,
+    Overloaded,
+    SettingsError,
+    ShuttingDown,
+    TooLong,
+    VerifierLost,
+)
+from scheduler.links import DrafterLink
 from scheduler.stats import SchedulerStats
 from scheduler.wire import Delta, FinishReason, Plan, Request, SamplingParams
-from tests.unit.scheduler_toys import ToyDrafter, ToyVerifier, always, never, plain
+from tests.unit.scheduler_toys import Committed, ToyDrafter, ToyVerifier, always, never, plain
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 CONFIG = SchedulerConfig(
@@ -394,6 +405,30 @@ async def test_a_lost_verifier_is_waited_for_and_everyone_recomputed() -> None:
         assert not drafter.faults
 
 
+async def test_what_a_dead_verifier_has_left_behind_is_not_handed_to_the_drafter() -> None:
+    """Held while nobody drafted; reading it would fail, and cost the drafter for nothing."""
+
+    deaths: list[int] = []
+
+    def die_once(_plan: Plan) -> None:
+        assert actor._loop is not None
+        if not deaths and len(verifier.plans) > 40 and actor._loop.drafter.holds_features:
+            deaths.append(len(verifier.plans))
+            verifier.die()
+            verifier.dead = False
+            raise VerifierLost("the toy target died over its work")
+
+    verifier, drafter = toys(before_verify=die_once)
+    drafter.knows = never
+    async with serving(verifier, drafter, replace(CONFIG, planner="algorithm1")) as actor:
+        reader = Reader(actor)
+        await actor.submit(request("r", max_tokens=100))
+        await reader.ending("r")
+        assert reader.output("r") == plain(PROMPT, greedy(max_tokens=100))
+        stats = await actor.snapshot()
+        assert (stats.num_verifier_losses, stats.num_drafter_losses) == (1, 0)
+
+
 async def test_a_verifier_that_stays_away_fails_its_requests_in_bounded_time() -> None:
     verifier, drafter = toys()
     async with serving(verifier, drafter, replace(CONFIG, recover_timeout_s=0.2)) as actor:
@@ -484,6 +519,43 @@ async def test_a_leak_is_found_when_idle_without_being_asked_for() -> None:
         await reader.ending("a")
         await asyncio.sleep(0.01)
         assert actor._loop.core.residency.tables is not leaky
+
+
+async def test_a_lost_drafter_is_not_handed_what_it_should_have_absorbed_before() -> None:
+    verifier, drafter = toys()
+    drafter.die()
+    woken = asyncio.Event()
+    link = DrafterLink(drafter, timeout_s=1.0, clock=lambda: 0.0, wake=woken.set)
+    link.hold(Committed((), verifier.life), 4)
+    with pytest.raises(DrafterLost):
+        await link.propose(DraftCall())
+    link.hold(Committed((), verifier.life), 4)
+    link.lose()
+    assert link.lost and not link.holds_features
+    assert link.take_return() is None
+    drafter.dead = False
+    await asyncio.wait_for(woken.wait(), 5)
+    assert link.take_return() == drafter.info()
+    assert not link.lost
+    assert link.take_return() is None
+    await link.stop()
+
+
+async def test_while_nobody_drafts_features_are_handed_over_in_batches() -> None:
+    verifier, drafter = toys(num_blocks=200, max_model_len=500)
+    drafter.knows = never
+    async with serving(verifier, drafter, replace(CONFIG, planner="algorithm1")) as actor:
+        reader = Reader(actor)
+        await actor.submit(request("r", max_tokens=300))
+        await reader.ending("r")
+        assert (await actor.snapshot()).num_gate_shut_steps > 100
+        assert len(drafter.calls) < 150
+        assert sum(features for _, _, features in drafter.calls) >= len(verifier.plans) - 16
+        await actor.submit(request("again", max_tokens=20))
+        await reader.ending("again")
+        assert sum(features for _, _, features in drafter.calls) >= 301
+        assert (await reader.ending("again")).usage.cached_tokens == 4  # type: ignore[union-attr]
+        assert not drafter.faults
 
 
 # -- health, statistics, curve, planner --

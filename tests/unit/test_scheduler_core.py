@@ -147,6 +147,24 @@ def test_drafts_never_run_past_what_the_request_may_still_get() -> None:
     assert widths == [5, 1], "8 tokens after the first: 5 + 1, then 2 are left, of which the last is the target's own"
 
 
+@pytest.mark.parametrize("needs_tokens", [False, True])
+def test_an_ask_says_where_the_request_stands(needs_tokens: bool) -> None:
+    bench = bench_with("fixed:3", knows=sometimes)
+    bench.core.drafter_back(dataclasses.replace(bench.drafter.info(), needs_tokens=needs_tokens))  # type: ignore[union-attr]
+    bench.add("r", PROMPT, max_tokens=20)
+    bench.step()
+    while bench.core.has_work:
+        output = bench.output("r")
+        for ask in bench.core.choose_drafts().asks:
+            assert ask.anchor_id == output[-1]
+            assert ask.output_index == len(output)
+            assert ask.start == len(PROMPT) + len(output) - 1
+            assert len(ask.block_ids) * 4 >= ask.start
+            context = None if ask.context_ids is None else ask.context_ids.tolist()
+            assert context == ([*PROMPT, *output] if needs_tokens else None)
+        bench.step()
+
+
 def test_the_first_token_is_no_round_and_has_no_draft() -> None:
     bench = bench_with()
     bench.add("r", PROMPT, max_tokens=3)
@@ -217,6 +235,22 @@ def test_a_drafter_that_is_never_right_is_asked_ever_less() -> None:
     assert asked < 60
     assert stats.num_gate_probes > 0
     assert bench.output("r") == text(max_tokens=500)
+
+
+def test_a_drafter_without_confidence_that_recovers_is_used_again() -> None:
+    """Its drafts are judged by what was accepted before, so a probe has to verify something to find anything out."""
+    bench = bench_with("algorithm1", knows=never, num_blocks=200)
+    bench.core.drafting.curve = flat_curve(draft_s=0.002)
+    assert bench.drafter is not None
+    drafted = []
+    for i in range(16):
+        if i == 8:
+            bench.drafter.knows = always
+        bench.add(f"r{i}", [i, *PROMPT], max_tokens=40)
+        bench.run()
+        drafted.append(sum(d.num_accepted for d in bench.deltas[f"r{i}"]))
+    assert sum(drafted[:8]) == 0
+    assert drafted[-1] > 30
 
 
 def test_a_draft_made_for_a_request_that_is_gone_is_dropped() -> None:
@@ -471,6 +505,18 @@ def test_the_youngest_is_preempted_resumed_and_loses_nothing() -> None:
     assert stats.num_admitted == 4, "coming back is not arriving"
     ends = [name for deltas in bench.deltas.values() for name in {d.request_id for d in deltas}]
     assert ends[0] == "r0"
+
+
+def test_a_preempted_request_comes_back_before_anyone_who_came_after_it() -> None:
+    bench = bench_with("fixed:5", num_blocks=13, max_live=3, max_model_len=64, prefix_cache=False)
+    for i in range(6):
+        bench.add(f"r{i}", [i, *PROMPT], max_tokens=30)
+    while bench.core.has_work:
+        bench.step()
+        live = [int(name[1:]) for name in bench.core.residency.live]
+        waiting = [int(r.request.request_id[1:]) for r in bench.core.residency.waiting]
+        assert [*live, *waiting] == sorted([*live, *waiting])
+    assert bench.core.stats().num_preemptions > 0
 
 
 def test_a_preempted_draft_is_not_verified_later() -> None:

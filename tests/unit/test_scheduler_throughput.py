@@ -194,7 +194,9 @@ async def test_a_model_with_a_short_context_is_measured_within_it() -> None:
 
 
 def test_a_lookup_takes_microseconds(curve: CostCurve) -> None:
-    begin = time.perf_counter()
-    for _ in range(1000):
+    times = []
+    for _ in range(200):
+        begin = time.perf_counter()
         curve.verify_seconds(40, 225, 250.0)
-    assert (time.perf_counter() - begin) / 1000 < 100e-6
+        times.append(time.perf_counter() - begin)
+    assert min(times) < 50e-6
