@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from drafter.train.loss import target_laws
 from drafter.train.states import States
 
 # Answer rows that are read, pseudo-counts of the unigram law, smallest probability.
@@ -46,7 +46,7 @@ def _law_sums(sequences: Iterable[States], head: Tensor, row_of: Tensor) -> tupl
     for states in sequences:
         span = slice(states.prompt_len, -1)
         previous = row_of.index_select(0, states.ids[span].long())
-        laws = F.linear(states.last[span], head).float().sub_(states.lse[span].unsqueeze(1)).exp_()
+        laws = target_laws(states.last[span], states.lse[span], head)
         sums.index_add_(0, previous, laws)
         counts.index_add_(0, previous, torch.ones(len(previous)))
         num_rows += len(previous)

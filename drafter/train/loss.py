@@ -62,7 +62,7 @@ class VocabularyTerms:
 
 def target_laws(last: Tensor, lse: Tensor, lm_head: Tensor) -> Tensor:
     """last [T, d], lse [T] of the whole vocabulary, lm_head [Vd, d] -> p on the draft vocabulary [T, Vd] float32."""
-    return F.linear(last, lm_head).float().sub_(lse.unsqueeze(1)).exp_()
+    return F.linear(last.to(lm_head.dtype), lm_head).float().sub_(lse.unsqueeze(1)).exp_()
 
 
 def slot_weights(length: int, decay: float) -> Tensor:

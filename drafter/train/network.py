@@ -167,7 +167,7 @@ class DraftNetwork(nn.Module):
 
     def _context(self, batch: Sequence[Blocks]) -> list[Tensor]:
         """Per layer, rotated keys and values of all context rows [C, 2 KV, hd]."""
-        features = torch.cat([blocks.features for blocks in batch])
+        features = torch.cat([blocks.features for blocks in batch]).to(self.embed_tokens.dtype)
         normed = _rms_norm(_linear(features * self.feature_scale, self.fc.weight), self.hidden_norm.weight, self.eps)
         positions = torch.cat([torch.arange(len(blocks.features)) for blocks in batch])
         cos_sin = self.rotary.at(positions, self.arch.decoder.num_kv_heads)

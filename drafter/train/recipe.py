@@ -150,7 +150,7 @@ def choose_vocabulary(sequences: Iterable[States], head: Tensor, size: int, stop
         if rows < _LAW_ROWS:
             # every fourth row of a sequence: neighbours say much the same
             last = states.last[states.prompt_len : -1 : 4]
-            mass += 4 * F.linear(last, head).float().softmax(-1).sum(0)
+            mass += 4 * F.linear(last.to(head.dtype), head).float().softmax(-1).sum(0)
             rows += len(last)
     mass[list(stop_ids)] = float("inf")
     return mass.topk(size).indices.sort().values
@@ -184,6 +184,8 @@ def export(config: RunConfig, network: DraftNetwork, folder: Path) -> None:
 
 def train(config: RunConfig) -> Iterator[dict[str, Any]]:
     """Trains, and exports to `run/checkpoint` at every evaluation. Yields the metrics of each."""
+    # laws and gradients are full of numbers near zero, on which some processors take a hundred times as long
+    torch.set_flush_denormal(True)
     training = start_training(config)
     for metrics in training.train():
         export(config, training.network, config.run / "checkpoint")

@@ -8,6 +8,7 @@ Shapes: n tokens of a sequence (prompt, then answer), m captured layers, d hidde
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -69,7 +70,8 @@ def save_atomically(tensors: dict[str, Tensor], path: Path, metadata: dict[str, 
     except (OSError, SafetensorError) as error:
         raise SettingsError(f"could not write {path}: {error}") from None
     finally:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
 
 
 class Shard:
