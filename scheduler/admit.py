@@ -98,7 +98,7 @@ def algorithm1(*, survival: Probabilities, num_sampling: int, step_seconds: Seco
     by_position = survival.T.ravel()
     order = np.argsort(-by_position, kind="stable")
     order = order[: np.count_nonzero(by_position > 0.0)]
-    tokens = num_sampling + np.concatenate(([0.0], np.cumsum(by_position[order])))
+    tokens = np.cumsum(np.concatenate(([num_sampling], by_position[order])))
     throughput = tokens / step_seconds[: len(tokens)]
     no_better = throughput[1:] <= throughput[:-1]
     num_admitted = int(no_better.argmax()) if no_better.any() else len(order)
