@@ -30,9 +30,7 @@ class Trace:
     proposed: list[int] = field(default_factory=list)
 
 
-async def run_together(
-    target: Path, checkpoint: Path, planner: str, prompts: Sequence[Sequence[int]]
-) -> list[Trace]:
+async def run_together(target: Path, checkpoint: Path, planner: str, prompts: Sequence[Sequence[int]]) -> list[Trace]:
     """All prompts live at once through scheduler, drafter and verifier in float32."""
     verifier = VerifierWorker(
         VerifierConfig(
@@ -43,7 +41,13 @@ async def run_together(
     info = await verifier.describe()
     drafter = DrafterWorker(
         DrafterConfig(
-            str(checkpoint), str(target), dtype="float32", device="cpu", candidates=0, num_blocks=info.num_blocks, num_threads=1
+            str(checkpoint),
+            str(target),
+            dtype="float32",
+            device="cpu",
+            candidates=0,
+            num_blocks=info.num_blocks,
+            num_threads=1,
         )
     )
     await drafter.start()

@@ -21,7 +21,6 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from scheduler.actor import SchedulerActor
 from scheduler.config import SchedulerConfig
@@ -38,19 +37,8 @@ PROMPTS = ["hello", "a longer prompt with many words", "xyz", "the cat sat on th
 NUM_TOKENS = 60
 
 
-def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """One token per character, as many characters as the target has ids."""
-    characters = ["Ġ", *"abcdefghijklmnopqrstuvwxyz0123456789.,:;!?-+*/()"][:vocab_size]
-    tokenizer = Tokenizer(models.BPE({character: index for index, character in enumerate(characters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }};{% endfor %}assistant:"
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-
-
 @pytest.fixture(scope="module")
-def tree(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+def tree(golden: Path, tmp_path_factory: pytest.TempPathFactory, write_tokenizer) -> dict:
     folder = tmp_path_factory.mktemp("served")
     target = Path(shutil.copytree(golden / "target", folder / "target"))
     write_tokenizer(target, json.loads((target / "config.json").read_text())["vocab_size"])

@@ -1,0 +1,214 @@
+"""`dspark` as a person uses it: answers, servers without Ray that drain, and refusals of one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.cli import main
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch) -> None:
+    for name in [name for name in os.environ if name.startswith("DSPARK_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("DSPARK_THREADS", "1")
+    monkeypatch.setenv("DSPARK_SCHEDULER__MAX_LIVE", "4")
+    monkeypatch.setenv("DSPARK_SCHEDULER__PREFILL_CHUNK", "32")
+    monkeypatch.setenv("DSPARK_MODEL__DTYPE", "float32")
+    monkeypatch.setenv("DSPARK_DRAFTER__DTYPE", "float32")
+
+
+@pytest.fixture(scope="module")
+def folder(golden: Path, tmp_path_factory: pytest.TempPathFactory, write_tokenizer: Callable[..., Path]) -> Path:
+    target = tmp_path_factory.mktemp("commands") / "target"
+    shutil.copytree(golden / "target", target)
+    return write_tokenizer(target, 48)
+
+
+@pytest.fixture
+def flags(folder: Path, golden: Path) -> list[str]:
+    drafter = str(golden / "dspark_vanilla")
+    return ["--model", str(folder), "--drafter", drafter, "--set", f"cache_dir={folder.parent / 'cache'}"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_generate_prints_the_same_text_with_and_without_drafts(flags, capsys):
+    texts = []
+    for planner in ("off", "fixed:3"):
+        arguments = ["generate", *flags, "--planner", planner, "--max-tokens", "40", "--temperature", "0", "hello"]
+        assert main(arguments) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and len(texts[0].strip()) > 10
+
+
+def test_generate_shows_where_tokens_came_from(flags, capsys, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    arguments = [
+        "generate",
+        *flags,
+        "--planner",
+        "fixed:7",
+        "--max-tokens",
+        "80",
+        "--temperature",
+        "0",
+        "--show-drafts",
+    ]
+    assert main([*arguments, "a longer prompt"]) == 0
+    shown = capsys.readouterr()
+    assert main(["generate", *flags, "--max-tokens", "80", "--temperature", "0", "a longer prompt"]) == 0
+    assert shown.out.replace("«", "").replace("»", "") == capsys.readouterr().out
+    for words in ("accept length", "verify budget", "tokens/s", "first token after"):
+        assert words in shown.err
+
+
+def test_generate_with_a_seed_repeats_itself(flags, capsys):
+    for _ in range(2):
+        assert main(["generate", *flags, "--seed", "3", "--temperature", "1.2", "--max-tokens", "30", "hello"]) == 0
+    first, second = capsys.readouterr().out.strip().split("\n")
+    assert first == second
+
+
+def test_measure_ends_in_one_json_line_and_draws(flags, capsys, tmp_path):
+    plot = tmp_path / "curve.png"
+    assert main(["measure", *flags, "--plot", str(plot)]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    report = json.loads(lines[-1])
+    assert report["tokens"] == sorted(report["tokens"]) and len(report["verify_s"][0]) == len(report["tokens"])
+    assert report["widths"] and set(report["step_over_products"]) >= {"1", "8"}
+    assert 0 < report["host_share"]["1"] < 1
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_compares_planners_side_by_side(flags, capsys):
+    arguments = ["bench", *flags, "--planners", "off,fixed:7", "--concurrency", "1,2", "--rounds", "2"]
+    assert main([*arguments, "--num-prompts", "2", "--max-tokens", "12"]) == 0
+    rows = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["bench"]
+    assert [(row["kind"], row["concurrency"], row["planner"]) for row in rows] == [
+        (kind, concurrency, planner)
+        for kind in ("code", "math", "chat")
+        for concurrency in (1, 2)
+        for planner in ("off", "fixed:7")
+    ]
+    for row in rows:
+        assert row["tokens_per_s"] > 0 and len(row["tokens_per_s_runs"]) == 2 and row["accept_length"] >= 1
+        assert row["tokens"] == 2 * 12 * (2 if row["concurrency"] == 1 else 4)
+        assert row["verify_budget"] == 0 or row["planner"] == "fixed:7"
+
+
+class Server:
+    def __init__(self, flags: list[str]) -> None:
+        self.port = free_port()
+        command = [sys.executable, "-m", "services.cli", "serve", "--no-ray", *flags, "--port", str(self.port)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+
+    def wait_ready(self) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("ready: "):
+                return line
+        raise AssertionError(f"ended with {self.process.wait()}")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, golden: Path) -> Iterator[Server]:
+    drafter = str(golden / "dspark_vanilla")
+    few = ["--threads", "1", "--set", "scheduler.max_live=4", "--set", "scheduler.prefill_chunk=32"]
+    where = ["--model", str(folder), "--drafter", drafter, "--set", f"cache_dir={folder.parent / 'cache'}"]
+    running = Server([*where, *few, "--dtype", "float32", "--name", "golden"])
+    yield running
+    running.client.close()
+    running.process.kill()
+    running.process.wait()
+
+
+def test_a_server_without_ray_tells_its_url_when_it_is_ready_and_streams(server):
+    assert f"http://127.0.0.1:{server.port}/v1" in server.wait_ready()
+    assert server.client.get("/ready").json()["status"] == "ready"
+    body = {"model": "golden", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 20, "stream": True}
+    assert server.client.post(CHAT, json=body).text.rstrip().endswith("data: [DONE]")
+    assert "dspark_emitted_tokens_total" in server.client.get("/metrics").text
+
+
+def test_a_port_in_use_is_one_clear_line(server, flags, capsys):
+    assert main(["serve", *flags, "--port", str(server.port)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "gateway.port" in error and str(server.port) in error
+
+
+def test_the_benchmark_measures_a_running_server(server, capsys, tmp_path):
+    prompts = tmp_path / "mine.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [f"prompt {n}", "ignored"]}) + "\n" for n in range(3)))
+    arguments = ["bench", "--url", f"http://127.0.0.1:{server.port}/v1", "--prompts", str(prompts)]
+    assert main([*arguments, "--concurrency", "2", "--rounds", "1", "--max-tokens", "10"]) == 0
+    (row,) = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["bench"]
+    assert row["kind"] == "mine" and row["planner"] == "server" and row["tokens"] == 40 and row["accept_length"] >= 1
+
+
+def test_a_server_that_is_told_to_stop_finishes_its_streams(server):
+    body = {"model": "golden", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 400, "stream": True}
+    with server.client.stream("POST", CHAT, json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert server.process.wait(timeout=20) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["serve", "--set", "gateway.prt=1"], 2, "gateway.prt: unknown key (from command line)"),
+        (["serve", "--set", "gateway.port"], 2, "KEY=VALUE"),
+        (["serve", "--settings", "/nowhere.yaml"], 2, "No such file"),
+        (["serve", "--port", "0"], 2, "gateway.port"),
+        (["generate", "--planner", "best", "hi"], 2, "scheduler.planner"),
+        (["generate", "--model", "/nowhere/at/all", "hi"], 2, "model.path"),
+        (["bench", "--concurrency", "0"], 2, "--concurrency"),
+        (["bench", "--prompts", "/nowhere.jsonl"], 2, "--prompts"),
+        (["bench", "--url", "http://127.0.0.1:9/v1"], 1, "--url"),
+    ],
+)
+def test_a_refusal_is_one_line_and_no_traceback(arguments, status, words, capsys):
+    assert main(arguments) == status
+    error = capsys.readouterr().err
+    assert error.startswith("dspark: ") and error.count("\n") == 1 and words in error
+
+
+@pytest.mark.parametrize("change", [["--drafter", "/nowhere/at/all"], ["--max-tokens", "0"], ["--temperature", "9"]])
+def test_a_refusal_of_what_was_asked_is_one_line_too(flags, change, capsys):
+    assert main(["generate", *flags, *change, "hi"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_wrong_usage_shows_the_usage_and_ends_with_2(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["generate"])
+    assert ended.value.code == 2 and "usage: dspark generate" in capsys.readouterr().err
+
+
+def test_start_up_time_of_help_is_short():
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "services.cli", "--help"], capture_output=True, text=True, check=True)
+    assert "measure" in done.stdout and time.monotonic() - began < 15

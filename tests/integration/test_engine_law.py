@@ -1,0 +1,186 @@
+"""Through the whole engine, on the trained tiny models: greedy ids, sampled laws and seeded texts are the target's own."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from scheduler.wire import Extension, SamplingParams
+from verifier import runner as runner_module
+
+PROMPTS = [[27], [43, 22, 45, 1, 2], [3, 19, 28, 0, 6, 17, 4, 5, 45, 9, 34, 43, 22], list(range(40)), [5, 6] * 20, [8]]
+PLANNERS = ["off", *(f"fixed:{k}" for k in range(1, 8)), "threshold:0.5", "algorithm1"]
+NUM_SAMPLES = 12000
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+async def test_greedy_ids_equal_the_dense_twin_under_every_planner(
+    launch, golden: Path, golden_twin, planner: str
+) -> None:
+    expected = [golden_twin.greedy(prompt, 40) for prompt in PROMPTS]
+    async with launch(golden / "target", golden / "dspark_vanilla", planner=planner, like_a_gpu=True) as engine:
+        answers = await engine.ask(PROMPTS, SamplingParams(temperature=0.0, max_tokens=40))
+    assert [a.token_ids for a in answers] == expected
+
+
+@pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 110), (4, 30), (16, 9)])
+async def test_greedy_ids_survive_preemption_in_a_pool_too_small_for_all(
+    launch, golden: Path, golden_twin, block_size: int, num_blocks: int
+) -> None:
+    expected = [golden_twin.greedy(prompt, 40) for prompt in PROMPTS]
+    async with launch(
+        golden / "target", golden / "dspark_rnn", block_size=block_size, num_blocks=num_blocks, prefill_chunk=7
+    ) as engine:
+        answers = await engine.ask(PROMPTS, SamplingParams(temperature=0.0, max_tokens=40))
+        stats = await engine.actor.snapshot()
+    assert stats.num_preemptions > 0
+    assert [a.token_ids for a in answers] == expected
+    assert stats.kv_blocks_used == 0
+
+
+@pytest.mark.parametrize(
+    "drafter", ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dspark_noconfmarkov", "dflash", "ngram"]
+)
+async def test_seeded_text_is_the_same_alone_in_a_batch_without_drafts_and_under_every_planner(
+    launch, golden: Path, drafter: str
+) -> None:
+    params = [SamplingParams(temperature=t, seed=s, top_p=p, max_tokens=30)
+              for t, s, p in [(1.0, 1, 1.0), (0.7, 2, 0.9), (1.5, 3, 1.0), (1.0, 2**62, 0.8)]]  # fmt: skip
+    cases = [(prompt, p) for prompt in PROMPTS[:2] for p in params]
+    async with launch(golden / "target", None, planner="off") as engine:
+        expected = [(await engine.ask([prompt], p))[0].token_ids for prompt, p in cases]
+    checkpoint = drafter if drafter == "ngram" else golden / drafter
+    async with launch(golden / "target", checkpoint, like_a_gpu=True) as engine:
+        for planner in PLANNERS:
+            await engine.actor.set_planner(planner)
+            answers = await engine.ask([prompt for prompt, _ in cases], [p for _, p in cases])
+            assert [a.token_ids for a in answers] == expected, planner
+            assert planner in ("off", "threshold:0.5") or any(d.num_verified for a in answers for d in a.rounds)
+
+
+def exact_law(twin, prompt: list[int], params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
+    """Probability of every continuation of `length` tokens, by brute force over the dense twin and a numpy transform."""
+    laws: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        heads = list(laws)
+        rows = np.stack([transformed(r, params) for r in twin.logits([[*prompt, *h] for h in heads]).double().numpy()])
+        laws = {
+            (*head, token): laws[head] * float(row[token])
+            for head, row in zip(heads, rows, strict=True)
+            for token in np.flatnonzero(row)
+        }
+    return laws
+
+
+def transformed(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Temperature, top-k, top-p, each as everybody defines them, on one row."""
+    law = np.exp((logits - logits.max()) / params.temperature)
+    law /= law.sum()
+    order = np.argsort(-law, kind="stable")
+    keep = np.ones(len(law), dtype=bool)
+    if params.top_k:
+        keep[order[params.top_k :]] = False
+    law = np.where(keep, law, 0) / law[keep].sum()
+    before = np.cumsum(law[order]) - law[order]
+    law[order[before >= params.top_p]] = 0
+    return law / law.sum()
+
+
+def p_value(law: dict[tuple[int, ...], float], seen: Counter[tuple[int, ...]]) -> float:
+    """Chi-square of the observed continuations; cells expected less than 8 times are pooled."""
+    assert not set(seen) - set(law), "a continuation that the law forbids"
+    total = sum(seen.values())
+    common = [c for c, p in law.items() if p * total >= 8]
+    expected = [law[c] * total for c in common]
+    observed = [seen[c] for c in common]
+    rest, seen_rest = total - sum(expected), total - sum(observed)
+    if rest > 1e-9 * total:
+        expected, observed = [*expected, rest], [*observed, seen_rest]
+    return float(chisquare(observed, np.array(expected) * (total / sum(expected))).pvalue)
+
+
+CASES = [
+    ("fixed:7", "dspark_vanilla", SamplingParams(temperature=1.0, max_tokens=3)),
+    ("fixed:2", "dspark_rnn", SamplingParams(temperature=0.3, max_tokens=3)),
+    ("threshold:0.1", "dspark_gated", SamplingParams(temperature=1.7, top_k=6, max_tokens=3)),
+    ("algorithm1", "dspark_vanilla", SamplingParams(temperature=1.0, top_p=0.8, max_tokens=3)),
+    ("algorithm1", "dspark_noconfmarkov", SamplingParams(temperature=1.7, top_p=0.9, top_k=10, max_tokens=3)),
+    ("fixed:7", "dflash", SamplingParams(temperature=1.7, top_p=0.95, max_tokens=3)),
+    ("fixed:3", "ngram", SamplingParams(temperature=1.0, max_tokens=3)),
+]  # fmt: skip
+
+
+async def sample(launch, golden: Path, planner: str, drafter: str, params: SamplingParams) -> Counter[tuple[int, ...]]:
+    checkpoint = drafter if drafter == "ngram" else golden / drafter
+    async with launch(
+        golden / "target", checkpoint, planner=planner, candidates=16, max_live=100, max_waiting=NUM_SAMPLES,
+        check_integrity=False, seed=11, like_a_gpu=True,
+    ) as engine:  # fmt: skip
+        answers = await engine.ask([[17, 42, 17, 42, 17]] * NUM_SAMPLES, params)
+        if drafter != "ngram":
+            assert (await engine.actor.snapshot()).num_accepted_tokens > 0
+    return Counter(tuple(a.token_ids) for a in answers)
+
+
+@pytest.mark.parametrize(
+    ("planner", "drafter", "params"), CASES, ids=lambda v: v if isinstance(v, str) else f"T{v.temperature}"
+)
+async def test_sampled_continuations_follow_the_exact_law(
+    launch, golden: Path, golden_twin, planner: str, drafter: str, params: SamplingParams
+) -> None:
+    law = exact_law(golden_twin, [17, 42, 17, 42, 17], params, params.max_tokens)
+    assert abs(sum(law.values()) - 1) < 1e-9
+    seen = await sample(launch, golden, planner, drafter, params)
+    assert p_value(law, seen) > 1e-4
+
+
+async def test_the_law_test_notices_an_acceptance_that_uses_a_wrong_q(
+    launch, golden: Path, golden_twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: drafts drawn from one law and judged by another (the temperature forgotten, say) must be seen."""
+    honest = runner_module.judge
+
+    def biased(*, logits: torch.Tensor, extensions, generator):
+        return honest(logits=logits, extensions=[flattened(e) for e in extensions], generator=generator)
+
+    monkeypatch.setattr(runner_module, "judge", biased)
+    planner, drafter, params = CASES[0]
+    law = exact_law(golden_twin, [17, 42, 17, 42, 17], params, params.max_tokens)
+    assert p_value(law, await sample(launch, golden, planner, drafter, params)) < 1e-6
+
+
+def flattened(extension: Extension) -> Extension:
+    if extension.q_probs is None:
+        return extension
+    return replace(extension, q_probs=np.full_like(extension.q_probs, 1 / extension.q_probs.shape[1]))
+
+
+async def test_every_cached_row_of_a_committed_prefix_equals_a_fresh_prefill(launch, golden: Path) -> None:
+    """For every verify width, whatever was rejected on the way: the KV cache holds the committed tokens' rows."""
+    for width, drafter in itertools.product(range(1, 8), ["dspark_vanilla", "ngram"]):
+        checkpoint = drafter if drafter == "ngram" else golden / drafter
+        prompt, params = PROMPTS[4], SamplingParams(temperature=1.0, max_tokens=30)
+        async with launch(golden / "target", checkpoint, planner=f"fixed:{width}") as engine:
+            (answer,) = await engine.ask([prompt], params)
+            ids = [*prompt, *answer.token_ids]
+            served = cached_rows(engine, ids)
+        async with launch(golden / "target", None, planner="off", prefill_chunk=1000) as engine:
+            await engine.ask([ids], SamplingParams(temperature=0.0, max_tokens=1))
+            torch.testing.assert_close(served, cached_rows(engine, ids), atol=2e-4, rtol=1e-4)
+
+
+def cached_rows(engine, ids: list[int]) -> torch.Tensor:
+    """Rows of the full blocks of `ids` in the prefix cache, all layers, [layers, rows, 2 KV, hd]."""
+    cache = engine.core.residency.tables.cache
+    cache.horizon = 10**9
+    blocks = cache.match(np.array(ids, dtype=np.int32)).blocks
+    cache.give_back(blocks)
+    assert len(blocks) == (len(ids) - 1) // 16
+    return engine.runner.kv.pool[:, torch.tensor(blocks)].flatten(1, 2)
