@@ -36,9 +36,9 @@ class PrefixScheduler:
     """The scheduler's replica: an engine behind Serve's calls. Serve restarts it when `check_health` fails, and gives it
     `drain_s` to finish what runs when it has to go."""
 
-    async def __init__(self, settings: Settings, placement: str) -> None:  # type: ignore[misc]
+    async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]
         self._drain_s = settings.gateway.drain_s
-        launch = launch_split if placement == "split" else _launch_here
+        launch = launch_split if settings.placement == "split" else _launch_here
         self._engine = Engine(settings, launch)
         await self._engine.start()
 
@@ -86,12 +86,13 @@ def build(args: Mapping[str, Any] | Settings) -> Application:
     """The application. `args`: the settings tree, as `args:` of a Serve config file; the environment wins over it."""
     settings = args if isinstance(args, Settings) else load_settings(args=args)
     placement = resolve_placement(settings.placement, visible_gpus())
-    scheduler = _scheduler_deployment(settings, placement).bind(settings, placement)
+    settings = settings.model_copy(update={"placement": placement})
+    scheduler = _scheduler_deployment(settings).bind(settings)
     return _gateway_deployment(settings).bind(scheduler, settings.gateway_config())
 
 
-def _scheduler_deployment(settings: Settings, placement: str) -> Any:
-    resources, gpus = settings.resources, gpu_shares(settings, placement)
+def _scheduler_deployment(settings: Settings) -> Any:
+    resources, gpus = settings.resources, gpu_shares(settings, settings.placement)
     options: dict[str, Any] = {
         "num_replicas": 1,
         "max_ongoing_requests": _SCHEDULER_ONGOING,
@@ -100,7 +101,7 @@ def _scheduler_deployment(settings: Settings, placement: str) -> Any:
         "health_check_timeout_s": 30.0,
     }
     actor: dict[str, Any] = {"num_cpus": resources.scheduler_cpus, "num_gpus": 0}
-    if placement == "colocated":
+    if settings.placement == "colocated":
         actor |= {"num_cpus": resources.scheduler_cpus + resources.verifier_cpus, "num_gpus": gpus["verifier"]}
         actor["runtime_env"] = {"env_vars": thread_environment(settings)}
     else:

@@ -47,7 +47,7 @@ def machine_key(settings: Settings) -> dict[str, str]:
         "processor": _processor(),
         "torch": version("torch"),
         "threads": str(settings.threads or len(os.sched_getaffinity(0))),
-        "placement": settings.placement,
+        "placement": "split" if settings.placement == "split" else "colocated",
     }
 
 

@@ -9,12 +9,14 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from scheduler.errors import Failed
 from scheduler.stats import SchedulerStats
-from scheduler.throughput import CurvePoints, measure_curve
+from scheduler.throughput import CurvePoints
 from scheduler.wire import Request, SamplingParams
-from services.engine import Engine, Workers, machine_key
+from services.engine import Engine, Workers, curve_path, machine_key
 from services.settings import Settings
 from services.workers import launch_colocated
 
@@ -44,29 +46,29 @@ def measure(settings: Settings, *, plot: str | None) -> None:
 
 
 async def _measure(settings: Settings) -> tuple[Measured, dict[str, str]]:
+    """Measures anew and leaves the curve where the next start of a server finds it."""
+    machine = machine_key(settings)
+    path = curve_path(settings, machine)
+    path.unlink(missing_ok=True)
     engine = Engine(settings, launch_colocated)
-    await engine.start()
     try:
-        points = await _points(settings, engine.workers)
+        await engine.start()
+        if not path.is_file():
+            raise Failed(f"the cost curve could not be measured: {(await engine.snapshot()).trim_off_reason}")
         products, steps = await _products(engine.workers)
         host = {load: await _host_share(engine, load) for load in _HOST_LOADS if load <= settings.scheduler.max_live}
     finally:
         await engine.stop()
-    return Measured(points, products, steps, host), machine_key(settings)
+    return Measured(_saved_points(path), products, steps, host), machine
 
 
-async def _points(settings: Settings, workers: Workers) -> CurvePoints:
-    drafter = await workers.drafter.describe() if workers.drafter is not None else None
-    width = drafter.width if drafter is not None else 0
-    curve = await measure_curve(
-        workers.verifier,
-        workers.drafter,
-        verifier_info=await workers.verifier.describe(),
-        drafter_info=drafter,
-        max_live=settings.scheduler.max_live,
-        max_step_tokens=settings.scheduler.prefill_chunk + settings.scheduler.max_live * (width + 1),
-    )
-    return curve.points
+def _saved_points(path: Path) -> CurvePoints:
+    points = json.loads(path.read_text(encoding="utf-8"))["points"]
+    return CurvePoints(**{name: _tuples(value) for name, value in points.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
 
 
 async def _products(workers: Workers, repeats: int = 3) -> tuple[dict[int, float], dict[int, float]]:

@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
 from services.cli import main
+from tests.integration.character_tokenizer import save_tokenizer
 
 CHAT = "/v1/chat/completions"
 
@@ -33,10 +34,10 @@ def quick(monkeypatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(golden: Path, tmp_path_factory: pytest.TempPathFactory, write_tokenizer: Callable[..., Path]) -> Path:
+def folder(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("commands") / "target"
     shutil.copytree(golden / "target", target)
-    return write_tokenizer(target, 48)
+    return save_tokenizer(target, 48)
 
 
 @pytest.fixture

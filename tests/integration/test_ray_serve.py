@@ -31,6 +31,7 @@ from services.gateway.app import create_app
 from services.settings import Settings, load_settings
 from services.split import launch_split
 from services.workers import launch_colocated
+from tests.integration.character_tokenizer import save_tokenizer
 
 CHAT = "/v1/chat/completions"
 PROMPTS = ["hello", "a longer prompt with many words", "xyz", "the cat sat on the mat"]
@@ -38,10 +39,10 @@ NUM_TOKENS = 60
 
 
 @pytest.fixture(scope="module")
-def tree(golden: Path, tmp_path_factory: pytest.TempPathFactory, write_tokenizer) -> dict:
+def tree(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     folder = tmp_path_factory.mktemp("served")
     target = Path(shutil.copytree(golden / "target", folder / "target"))
-    write_tokenizer(target, json.loads((target / "config.json").read_text())["vocab_size"])
+    save_tokenizer(target, json.loads((target / "config.json").read_text())["vocab_size"])
     return {
         "model": {"path": str(target), "name": "golden", "dtype": "float32", "device": "cpu"},
         "drafter": {"checkpoint": str(golden / "dspark_vanilla"), "dtype": "float32", "device": "cpu"},

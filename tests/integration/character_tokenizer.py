@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 CHARACTERS = ["Ġ", *"abcdefghijklmnopqrstuvwxyz0123456789.,:;!?-+*/()"]
@@ -21,8 +19,3 @@ def save_tokenizer(folder: Path, vocab_size: int) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return folder
-
-
-@pytest.fixture(scope="session")
-def write_tokenizer() -> Callable[[Path, int], Path]:
-    return save_tokenizer
