@@ -105,10 +105,11 @@ def _difference(after: SchedulerStats, before: SchedulerStats, name: str) -> flo
 async def run_requests(engine: Engine, num_requests: int, num_tokens: int) -> None:
     """Runs that many requests at once to their end, without text."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
+    vocab_size = (await engine.workers.verifier.describe()).vocab_size
     async with contextlib.aclosing(engine.subscribe("measure")) as stream:
         await anext(stream)
         for number in range(num_requests):
-            prompt = tuple((7 * number + 3 * k) % 97 + 3 for k in range(24))
+            prompt = tuple((7 * number + 3 * k) % vocab_size for k in range(24))
             await engine.submit(Request(f"measure-{number}", prompt, params, "measure"))
         running = num_requests
         async for deltas in stream:
