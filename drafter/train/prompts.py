@@ -6,6 +6,7 @@ Must not know tokenizers or models.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import re
@@ -106,23 +107,14 @@ def _first_human_turn(conversation: dict[str, object]) -> str | None:
 
 def stream_json_array(file: IO[bytes], *, chunk_bytes: int = 1 << 20) -> Iterator[dict[str, object]]:
     """Objects of a JSON array, one by one. A file that is cut off ends the stream at its last whole object."""
+    characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
     decoder = json.JSONDecoder()
-    buffer, at_end = "", False
-    tail = b""
-    while True:
-        if not at_end:
-            raw = tail + file.read(chunk_bytes)
-            at_end = len(raw) == len(tail)
-            text = raw.decode("utf-8", errors="ignore") if at_end else ""
-            if not at_end:
-                # a character may be split between two chunks
-                cut = max(raw.rfind(b"}"), raw.rfind(b",")) + 1 or len(raw)
-                text, tail = raw[:cut].decode("utf-8", errors="replace"), raw[cut:]
-            buffer += text
+    buffer = ""
+    while chunk := file.read(chunk_bytes):
+        buffer += characters.decode(chunk)
         start = 0
         while True:
-            while start < len(buffer) and buffer[start] in "[, \r\n\t":
-                start += 1
+            start += _separators(buffer, start)
             try:
                 value, start = decoder.raw_decode(buffer, start)
             except json.JSONDecodeError:
@@ -130,8 +122,14 @@ def stream_json_array(file: IO[bytes], *, chunk_bytes: int = 1 << 20) -> Iterato
             if isinstance(value, dict):
                 yield value
         buffer = buffer[start:]
-        if at_end:
-            return
+
+
+def _separators(text: str, start: int) -> int:
+    """Number of characters between two objects of an array, from `start` on."""
+    at = start
+    while at < len(text) and text[at] in "[, \r\n\t":
+        at += 1
+    return at - start
 
 
 def looks_english(text: str) -> bool:
