@@ -239,18 +239,18 @@ def test_a_drafter_that_is_never_right_is_asked_ever_less() -> None:
 
 def test_a_drafter_without_confidence_that_recovers_is_used_again() -> None:
     """Its drafts are judged by what was accepted before, so a probe has to verify something to find anything out."""
-    bench = bench_with("algorithm1", knows=never, num_blocks=200)
-    bench.core.drafting.curve = flat_curve(draft_s=0.002)
+    bench = bench_with("algorithm1", width=1, knows=never, num_blocks=200)
+    bench.core.drafting.curve = flat_curve(width=1, draft_s=1e-4, token_s=0.006)
     assert bench.drafter is not None
-    drafted = []
-    for i in range(16):
-        if i == 8:
+    num_accepted = []
+    for i in range(24):
+        if i == 12:
             bench.drafter.knows = always
         bench.add(f"r{i}", [i, *PROMPT], max_tokens=40)
         bench.run()
-        drafted.append(sum(d.num_accepted for d in bench.deltas[f"r{i}"]))
-    assert sum(drafted[:8]) == 0
-    assert drafted[-1] > 30
+        num_accepted.append(sum(d.num_accepted for d in bench.deltas[f"r{i}"]))
+    assert sum(num_accepted[:12]) == 0
+    assert num_accepted[-1] > 15
 
 
 def test_a_draft_made_for_a_request_that_is_gone_is_dropped() -> None:
