@@ -12,8 +12,11 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -110,12 +113,24 @@ def create_app(scheduler: Scheduler, config: GatewayConfig, *, request_ids: bool
         await gateway.stop()
 
     app = FastAPI(title="DSpark Serve", lifespan=lifespan)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     app.state.gateway = gateway
     app.include_router(router)
     app.add_exception_handler(ServingError, _on_serving_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_middleware(Guard, request_ids=request_ids)
     return app
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The document at /openapi.json. The chat body is read by hand, so its schema is put in by hand."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=version("dspark-serve"), routes=app.routes)
+        schema = ChatRequest.model_json_schema(ref_template="#/components/schemas/{model}")
+        parts = {**schema.pop("$defs", {}), "ChatRequest": schema}
+        document.setdefault("components", {}).setdefault("schemas", {}).update(parts)
+        app.openapi_schema = document
+    return app.openapi_schema
 
 
 async def _on_serving_error(request: Request, error: Exception) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import httpx
@@ -229,6 +230,15 @@ async def test_many_requests_at_once_each_get_their_own_text(bench, make_script,
         texts = await asyncio.gather(*(ask(number) for number in range(40)))
     assert texts == [f"answer {number} " * 3 for number in range(40)]
     assert scheduler.num_subscriptions == 1 and not scheduler.cancels
+
+
+async def test_the_api_document_resolves_its_own_references(bench, make_script):
+    async with bench.serve(make_script()) as (client, _):
+        document = (await client.get("/openapi.json")).json()
+    schemas = document["components"]["schemas"]
+    references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
+    assert "ChatRequest" in references and references <= set(schemas)
+    assert "temperature" in schemas["ChatRequest"]["properties"]
 
 
 async def test_the_openai_client_reads_both_kinds(bench, make_script):
