@@ -27,12 +27,12 @@ WIDTH = 7
 
 
 class ReplayDrafter:
-    """Drafts from a known continuation: `shift` 0 is always right, 1 always wrong. Loses itself when told to."""
+    """Drafts from a known continuation: `shift` 0 is always right, 1 always wrong. `breaks_after` that many calls it is lost."""
 
     def __init__(self, continuations: Sequence[Sequence[int]], shift: int = 0, vocab_size: int = 48) -> None:
         self.continuations, self.shift, self.vocab_size = continuations, shift, vocab_size
         self.broken = False
-        self.num_calls = 0
+        self.breaks_after: int | None = None
 
     async def describe(self) -> DrafterInfo:
         if self.broken:
@@ -40,9 +40,11 @@ class ReplayDrafter:
         return DrafterInfo("replay", WIDTH, True, False, 10_000, (), "replay", needs_tokens=True)
 
     async def propose(self, asks: Sequence[DraftAsk], width: int, features: Sequence[object]) -> list[Draft]:
+        if self.breaks_after is not None:
+            self.breaks_after -= 1
+            self.broken |= self.breaks_after < 0
         if self.broken:
             raise DrafterLost("gone")
-        self.num_calls += 1
         return [Draft(ask.request_id, self._next(ask, width), None) for ask in asks]
 
     def _next(self, ask: DraftAsk, width: int) -> np.ndarray:
@@ -224,14 +226,13 @@ async def test_a_lost_drafter_means_plain_decoding_until_it_is_back(launch, gold
     right = ReplayDrafter([golden_twin.greedy(PROMPT, NUM_TOKENS + WIDTH)])
     async with launch(golden / "target", right) as engine:
         params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
-        name = await engine.submit(PROMPT, params)
-        while len(engine.answers[name].token_ids) < 10:
-            await asyncio.sleep(0.001)
-        right.broken = True
-        assert (await engine.finished(name)).token_ids == expected
+        right.breaks_after = 3
+        (broken,) = await engine.ask([PROMPT], params)
+        assert broken.token_ids == expected
+        assert broken.rounds[0].num_drafted and not broken.rounds[-1].num_drafted
         (plain,) = await engine.ask([PROMPT], params)
         assert plain.token_ids == expected and not any(d.num_drafted for d in plain.rounds)
-        right.broken = False
+        right.broken, right.breaks_after = False, None
         for _ in range(100):
             await asyncio.sleep(0.05)
             (answer,) = await engine.ask([PROMPT], params)

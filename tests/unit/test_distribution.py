@@ -16,7 +16,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_wheel_holds_the_four_packages_their_sources_and_nothing_else(tmp_path: Path) -> None:
     pytest.importorskip("setuptools")
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(ROOT)]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        str(ROOT),
+    ]
     subprocess.run(build, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("dspark_serve-*.whl")
     names = zipfile.ZipFile(wheel).namelist()

@@ -303,7 +303,7 @@ def test_a_gguf_file_is_converted_once_and_read_from_the_cache_after(tmp_path: P
 
 
 def write_tiny_gguf(gguf: object, path: Path) -> dict[str, int]:
-    """A one-layer Llama with a byte-level BPE tokenizer of 256 bytes, a merge and two marks, quantised to Q8_0 as users' files are."""
+    """A one-layer Llama with a byte-level BPE tokenizer of 256 bytes, a merge and two marks, in Q8_0."""
     writer = gguf.GGUFWriter(str(path), "llama")  # type: ignore[attr-defined]
     d, f, heads, vocab = 64, 128, 2, 259
     writer.add_block_count(1)
