@@ -138,13 +138,17 @@ def test_a_stop_at_the_last_token_counts_as_a_stop() -> None:
 # -- what is drafted, and for whom --
 
 
-def test_drafts_never_run_past_what_the_request_may_still_get() -> None:
+@pytest.mark.parametrize("variable_width", [True, False])
+def test_drafts_never_run_past_what_the_request_may_still_get(variable_width: bool) -> None:
     bench = bench_with("fixed:5")
+    assert bench.drafter is not None
+    bench.drafter.variable_width = variable_width
+    bench.core.drafter_back(bench.drafter.info())
     bench.add("r", PROMPT, max_tokens=9)
     bench.run()
-    assert bench.drafter is not None
-    widths = [width for asks, width, _ in bench.drafter.calls if asks]
-    assert widths == [5, 1], "8 tokens after the first: 5 + 1, then 2 are left, of which the last is the target's own"
+    # 8 tokens after the first: 5 + 1, then 2 are left, of which the last is the target's own.
+    assert [width for asks, width, _ in bench.drafter.calls if asks] == ([5, 1] if variable_width else [5, 5])
+    assert [d.num_verified for d in bench.deltas["r"]] == [0, 5, 1]
 
 
 @pytest.mark.parametrize("needs_tokens", [False, True])
