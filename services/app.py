@@ -18,7 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from scheduler.errors import SettingsError
 from scheduler.stats import SchedulerStats
 from scheduler.wire import Request
-from services.cluster import gpu_shares, resolve_placement, thread_environment, visible_gpus
+from services.cluster import gpu_shares, resolve_placement, visible_gpus
 from services.engine import NO_DRAFTER, Engine, Workers
 from services.gateway.app import create_app
 from services.gateway.config import GatewayConfig
@@ -26,6 +26,7 @@ from services.handles import RemoteScheduler
 from services.model_card import ModelCard
 from services.settings import Settings, load_settings
 from services.split import launch_split
+from services.threads import openmp_environment
 
 # One subscription per gateway and short calls: no bound of Serve's may refuse what the engine would take.
 _SCHEDULER_ONGOING = 100_000
@@ -103,7 +104,7 @@ def _scheduler_deployment(settings: Settings) -> Any:
     actor: dict[str, Any] = {"num_cpus": resources.scheduler_cpus, "num_gpus": 0}
     if settings.placement == "colocated":
         actor |= {"num_cpus": resources.scheduler_cpus + resources.verifier_cpus, "num_gpus": gpus["verifier"]}
-        actor["runtime_env"] = {"env_vars": thread_environment(settings)}
+        actor["runtime_env"] = {"env_vars": openmp_environment(settings.threads)}
     else:
         options["placement_group_strategy"] = "PACK"
         bundles = [_bundle(resources.scheduler_cpus, 0), _bundle(resources.verifier_cpus, gpus["verifier"])]

@@ -14,6 +14,7 @@ from typing import Any
 from scheduler.errors import Rejected, ServingError, SettingsError
 from services.launch import StartFailed, fail, serve_in_process, serve_with_ray
 from services.settings import Settings, load_settings
+from services.threads import SPIN_COUNT
 
 # Flag -> key of the settings tree. Everything else is reached by --set.
 SETTING_FLAGS = {
@@ -45,9 +46,7 @@ _HELP = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # OpenMP reads these once, when torch is first imported: idle threads sleep, since two teams on the same cores that
-    # spin make steps ten times slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     args = _parser().parse_args(argv)
     try:
         return int(args.run(args) or 0)

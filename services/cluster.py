@@ -59,10 +59,3 @@ def gpu_shares(settings: Settings, placement: str) -> dict[str, float]:
     if placement == "split":
         shares["drafter"] = fair if wanted.drafter_gpus is None else wanted.drafter_gpus
     return shares
-
-
-def thread_environment(settings: Settings) -> dict[str, str]:
-    """OpenMP of one computing process. Ray would set one thread per reserved core, which here is a fraction. Waiting
-    threads sleep at once instead of spinning: the event loop, the gateway and Ray need the cores between two steps."""
-    num_threads = settings.threads or len(os.sched_getaffinity(0))
-    return {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}

@@ -14,11 +14,12 @@ from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from scheduler.wire import Draft, DraftAsk, DrafterInfo, Plan, Verdict, VerifierInfo
-from services.cluster import gpu_shares, start_ray, thread_environment
+from services.cluster import gpu_shares, start_ray
 from services.engine import NO_DRAFTER, Workers
 from services.handles import drafter_port, verifier_port
 from services.model_card import ModelCard
 from services.settings import Settings
+from services.threads import openmp_environment
 
 VERIFIER_BUNDLE, DRAFTER_BUNDLE = 1, 2
 
@@ -112,6 +113,6 @@ def _spawner(
         "num_cpus": num_cpus,
         "num_gpus": num_gpus,
         "scheduling_strategy": strategy,
-        "runtime_env": {"env_vars": thread_environment(settings)},
+        "runtime_env": {"env_vars": openmp_environment(settings.threads)},
     }
     return lambda: ray.remote(body).options(**options).remote(settings, *args)
