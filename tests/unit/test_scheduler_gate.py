@@ -9,7 +9,7 @@ import pytest
 
 from scheduler.admit import algorithm1, survivals
 from scheduler.estimates import AcceptanceEstimates
-from scheduler.gate import DraftGate
+from scheduler.gate import Choice, DraftGate
 from scheduler.throughput import CostCurve, CurvePoints
 
 WIDTH = 7
@@ -240,3 +240,44 @@ def test_a_request_forgets_with_time_and_leans_on_the_others_again() -> None:
         estimates.observe(slots=np.array([1]), num_accepted=np.array([1]), **wrong)
         estimates.tick()
     assert estimates.rates(np.array([0]))[0][0] > 0.8
+
+
+def choose_alone(gate: DraftGate, step: int, survival: list[float], verify_ms: list[float], draft_ms: float) -> Choice:
+    width = len(survival)
+    draft_seconds = np.full((2, width + 1), draft_ms)
+    draft_seconds[0] = draft_seconds[:, 0] = 0.0
+    return gate.choose(
+        step=step,
+        survival=np.array([survival]),
+        idle_steps=np.array([step]),
+        num_sampling=1,
+        verify_seconds=np.array(verify_ms),
+        draft_seconds=draft_seconds,
+    )
+
+
+def test_drafts_that_algorithm1_would_not_verify_are_not_paid_for() -> None:
+    """Past a stair the drafts would be worth it, but Algorithm 1 stops before the stair."""
+    gate = DraftGate(3, variable_width=False)
+    gate.probed(0, success=False)
+    stair = choose_alone(gate, 0, [0.9, 0.8, 0.7], [1.0, 2.5, 2.5, 2.5], 0.1)
+    assert stair.shut and stair.probe == 0, "the first step is a probe"
+    assert choose_alone(gate, 1, [0.9, 0.8, 0.7], [1.0, 2.5, 2.5, 2.5], 0.1).width == 0
+    assert choose_alone(gate, 2, [0.9, 0.8, 0.7], [1.0, 1.1, 1.2, 1.3], 0.1).width == 3
+
+
+def test_probes_move_apart_while_they_fail_and_together_when_one_succeeds() -> None:
+    gate = DraftGate(1, variable_width=False)
+    probes = []
+    for step in range(4000):
+        if choose_alone(gate, step, [0.01], [1.0, 1.05], 0.05).probe == 0:
+            probes.append(step)
+            gate.probed(step, success=len(probes) > 6)
+        if len(probes) == 9:
+            break
+    gaps = np.diff(probes)
+    shortest = 0.1 / 0.008
+    assert gaps[0] >= int(shortest)
+    assert list(gaps[:5]) == sorted(gaps[:5])
+    assert gaps[4] >= 3 * shortest, "a drafter that stays wrong is asked ever less"
+    assert gaps[6] < gaps[4] / 2 and gaps[7] < gaps[4] / 2
