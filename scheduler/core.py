@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from scheduler.admit import parse_planner
 from scheduler.commit import commit_all
 from scheduler.config import SchedulerConfig, check_config
-from scheduler.drafting import DraftCall, Drafting, Proposal
+from scheduler.drafting import DraftCall, Drafting, Proposal, check_answer
 from scheduler.errors import (
     BadParams,
     DeadlineExceeded,
@@ -124,9 +124,9 @@ class PrefixScheduler:
             backlog=self.residency.prefill_backlog(),
         )
 
-    def check_drafts(self, drafts: Sequence[Draft]) -> None:
-        """Raises DrafterLost when they are not an answer to what `choose_drafts` asked."""
-        self.drafting.check(drafts, self.verifier.vocab_size)
+    def check_drafts(self, call: DraftCall, drafts: Sequence[Draft]) -> None:
+        """Raises DrafterLost when they are not an answer to `call`."""
+        check_answer(call, drafts, self.verifier.vocab_size)
 
     def absorbed(self) -> None:
         """The drafter has written the features of every applied step: their blocks may be shared."""

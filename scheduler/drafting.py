@@ -130,18 +130,6 @@ class Drafting:
             self.call = self._call(candidates, self._choice(candidates, load, step), step)
         return self.call
 
-    def check(self, drafts: Sequence[Draft], vocab_size: int) -> None:
-        """Raises DrafterLost when the answer is not one draft per ask, in order, of ids that exist."""
-        if [d.request_id for d in drafts] != [a.request_id for a in self.call.asks]:
-            raise DrafterLost("the drafter answered other requests than it was asked")
-        if not drafts:
-            return
-        if max(len(d.token_ids) for d in drafts) > self.call.width:
-            raise DrafterLost("the drafter drafted more than it was asked")
-        token_ids = np.concatenate([d.token_ids for d in drafts])
-        if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
-            raise DrafterLost("the drafter drafted a token outside the target's vocabulary")
-
     def propose(self, live: Live, draft: Draft, cap: int) -> Proposal | None:
         """The draft, if it has tokens that may be verified and was made for this request as it is now."""
         if self._asked.get(live.request.request_id) is not live or cap < 1:
@@ -261,6 +249,19 @@ class Drafting:
     def _draft_s(self) -> float:
         assert self.curve is not None
         return self.curve.draft_seconds(len(self.call.asks), self.call.width)
+
+
+def check_answer(call: DraftCall, drafts: Sequence[Draft], vocab_size: int) -> None:
+    """Raises DrafterLost when the answer is not one draft per ask, in order, of ids that exist."""
+    if [d.request_id for d in drafts] != [a.request_id for a in call.asks]:
+        raise DrafterLost("the drafter answered other requests than it was asked")
+    if not drafts:
+        return
+    if max(len(d.token_ids) for d in drafts) > call.width:
+        raise DrafterLost("the drafter drafted more than it was asked")
+    token_ids = np.concatenate([d.token_ids for d in drafts])
+    if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
+        raise DrafterLost("the drafter drafted a token outside the target's vocabulary")
 
 
 def _slots(lives: Sequence[Live]) -> npt.NDArray[np.int64]:

@@ -132,7 +132,7 @@ class ServingLoop:
             return []
         try:
             drafts = await self.drafter.propose(call)
-            self.core.check_drafts(drafts)
+            self.core.check_drafts(call, drafts)
         except Exception as error:
             self._lose_drafter(error)
             return []

@@ -23,12 +23,13 @@ from scheduler.wire import DrafterInfo, VerifierInfo
 Seconds = npt.NDArray[np.float64]
 
 FORMAT_VERSION = 1
-_DENSE_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 192, 256)
+_DENSE_TOKENS = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 _SPARSE_TOKENS = (1, 8, 32, 128)
 _SPOT_TOKENS = (1, 16, 64)
 _SPOT_FACTOR = 1.5
 _CONTEXTS = (256, 1024, 4096)
-_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_REQUESTS = (1, 2, 4, 8, 16, 32)
+_WIDTHS = (1, 2, 4)
 
 
 class CurveRejected(Exception):
@@ -115,14 +116,15 @@ async def measure_curve(
     sparse_s = await verifier.measure(sparse, contexts[1:]) if len(contexts) > 1 else []
     sparse_base = np.interp(sparse, tokens, dense_s[0])
     rows = [np.asarray(dense_s[0])]
-    # Other contexts are timed at few sizes: what context adds is smooth in the number of tokens.
-    rows += [rows[0] + np.interp(tokens, sparse, np.asarray(row) - sparse_base) for row in sparse_s]
+    # Other contexts are timed at few sizes: what context adds is smooth in the number of tokens, and never negative.
+    rows += [rows[0] + np.interp(tokens, sparse, np.asarray(row) - sparse_base).clip(min=0.0) for row in sparse_s]
     requests: list[int] = []
     widths: list[int] = []
     draft_s: list[list[float]] = []
     if drafter is not None and drafter_info is not None:
         requests = _sizes(_REQUESTS, max_live)
-        widths = list(range(1, drafter_info.width + 1)) if drafter_info.variable_width else [drafter_info.width]
+        fewer = [w for w in _WIDTHS if drafter_info.variable_width and w < drafter_info.width]
+        widths = [*fewer, drafter_info.width]
         draft_s = await drafter.measure(requests, widths)
     points = CurvePoints(
         tokens=tuple(tokens),

@@ -30,8 +30,8 @@ def _check_params(params: SamplingParams, vocab_size: int) -> None:
         raise BadParams(f"temperature must be 0 or more, not {params.temperature}", "temperature")
     if not 0.0 < params.top_p <= 1.0:
         raise BadParams(f"top_p must be above 0 and at most 1, not {params.top_p}", "top_p")
-    if params.top_k < 0:
-        raise BadParams(f"top_k must be 0 (off) or more, not {params.top_k}", "top_k")
+    if not 0 <= params.top_k < _INT64:
+        raise BadParams(f"top_k must be from 0 (off) to 2^63 - 1, not {params.top_k}", "top_k")
     if not 0.0 <= params.min_p <= 1.0:
         raise BadParams(f"min_p must be from 0 to 1, not {params.min_p}", "min_p")
     if params.seed is not None and not -_INT64 <= params.seed < _INT64:

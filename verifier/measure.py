@@ -14,6 +14,8 @@ from verifier.layers import Linear
 from verifier.runner import TargetRunner
 
 _REPEATS = 7
+_SLOW_S = 0.05  # steps longer than this are repeated less: what disturbs a timing is short
+_SLOW_REPEATS = 3
 _ROWS_PER_REQUEST = 8
 
 
@@ -53,9 +55,11 @@ def _rows(runner: TargetRunner, num_tokens: int, linear: Linear) -> torch.Tensor
 
 
 def _median(work: Callable[[], object], device: torch.device) -> float:
+    begin = time.perf_counter()
     work()
+    slow = time.perf_counter() - begin > _SLOW_S
     seconds = []
-    for _ in range(_REPEATS):
+    for _ in range(_SLOW_REPEATS if slow else _REPEATS):
         begin = time.perf_counter()
         work()
         if device.type == "cuda":

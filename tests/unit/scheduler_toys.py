@@ -344,7 +344,7 @@ class Bench:
         if self.drafter is not None and (call.asks or self.features):
             drafts = self.drafter.propose_now(call.asks, call.width, self.features)
             self.features = []
-            self.core.check_drafts(drafts)
+            self.core.check_drafts(call, drafts)
             self.core.absorbed()
         if during_draft is not None:
             during_draft()

@@ -281,7 +281,7 @@ def test_a_drafters_wrong_answer_is_a_lost_drafter_not_a_wrong_text() -> None:
     bench.step()
     call = bench.core.choose_drafts()
     good = Draft("r", np.array([1, 2], dtype=np.int32), None)
-    bench.core.check_drafts([good])
+    bench.core.check_drafts(call, [good])
     for bad in (
         [],
         [good, good],
@@ -291,7 +291,7 @@ def test_a_drafters_wrong_answer_is_a_lost_drafter_not_a_wrong_text() -> None:
         [dataclasses.replace(good, token_ids=np.zeros(call.width + 1, dtype=np.int32))],
     ):
         with pytest.raises(DrafterLost):
-            bench.core.check_drafts(bad)
+            bench.core.check_drafts(call, bad)
 
 
 # -- plan and apply --
@@ -805,7 +805,7 @@ def test_the_schedulers_own_work_per_step_is_small_and_does_not_grow_with_the_co
             for a in call.asks
         ]
         begin = time.perf_counter()
-        core.check_drafts(drafts)
+        core.check_drafts(call, drafts)
         plan = core.plan(drafts, 0.0)
         planned_s = time.perf_counter() - begin
         verdicts = [Verdict(e.request_id, e.num_draft // 2, (9,) * (e.num_draft // 2 + 1)) for e in plan.extensions]
