@@ -126,8 +126,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def _put(tree: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
-    for key in keys[:-1]:
+    for depth, key in enumerate(keys[:-1], 1):
         tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise SettingsError(f"--set {'.'.join(keys)}: {'.'.join(keys[:depth])} has a value already (command line)")
     tree[keys[-1]] = value
 
 

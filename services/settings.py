@@ -286,7 +286,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(loaded, dict):
         raise SettingsError(f"settings file {path}: must be a mapping of settings, not a {type(loaded).__name__}")
-    return loaded
+    return {str(key): value for key, value in loaded.items()}
 
 
 def _read_environment() -> dict[str, Any]:

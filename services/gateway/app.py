@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from scheduler.errors import SchedulerLost, ServingError
+from scheduler.errors import BadParams, SchedulerLost, ServingError
 from services.gateway.config import GatewayConfig
 from services.gateway.engine import EngineClient, Scheduler
 from services.gateway.errors import error_response, plain_error
@@ -56,7 +56,13 @@ class LoadedModel:
         return await asyncio.to_thread(self._encode, messages)
 
     def _encode(self, messages: list[dict[str, object]]) -> list[int]:
-        return self.tokenizer.encode(self.template.render(messages))
+        text = self.template.render(messages)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            # JSON can say it ("\\ud83d"), UTF-8 cannot.
+            raise BadParams("the messages have half of a surrogate pair, which is no character", "messages") from None
+        return self.tokenizer.encode(text)
 
 
 class Gateway:

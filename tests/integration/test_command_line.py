@@ -182,6 +182,7 @@ def test_a_server_that_is_told_to_stop_finishes_its_streams(server):
     [
         (["serve", "--set", "gateway.prt=1"], 2, "gateway.prt: unknown key (from command line)"),
         (["serve", "--set", "gateway.port"], 2, "KEY=VALUE"),
+        (["serve", "--port", "8000", "--set", "gateway.port.x=1"], 2, "gateway.port has a value already"),
         (["serve", "--settings", "/nowhere.yaml"], 2, "No such file"),
         (["serve", "--port", "0"], 2, "gateway.port"),
         (["generate", "--planner", "best", "hi"], 2, "scheduler.planner"),

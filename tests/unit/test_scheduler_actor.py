@@ -261,6 +261,7 @@ async def test_a_model_call_does_not_block_submit_cancel_and_snapshot() -> None:
         ({"params": SamplingParams(top_p=0.0)}, "top_p"),
         ({"params": SamplingParams(top_p=1.1)}, "top_p"),
         ({"params": SamplingParams(top_k=-1)}, "top_k"),
+        ({"params": SamplingParams(top_k=2**63)}, "top_k"),
         ({"params": SamplingParams(min_p=2.0)}, "min_p"),
         ({"params": SamplingParams(seed=2**64)}, "seed"),
         ({"params": greedy(stop_ids=(50,))}, "stop_token_ids"),

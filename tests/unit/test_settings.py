@@ -139,6 +139,11 @@ def test_a_file_that_is_no_mapping_is_refused(write, text):
     assert "\n" not in str(refusal.value)
 
 
+def test_a_key_of_a_file_that_is_no_word_is_an_unknown_key(write):
+    with pytest.raises(SettingsError, match=r"^1: unknown key \(from .*settings\.yaml\)"):
+        load_settings(write("1: 2\n"))
+
+
 def test_a_missing_file_is_refused_and_an_empty_one_is_not(tmp_path, write):
     with pytest.raises(SettingsError, match=r"nowhere\.yaml: No such file"):
         load_settings(tmp_path / "nowhere.yaml")

@@ -153,9 +153,11 @@ async def test_a_body_that_is_no_json_object_is_a_400(bench, make_script, conten
         ({"top_p": 0}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"top_k": 1.5}, "top_k"),
+        ({"top_k": 2**63}, "top_k"),
         ({"min_p": 1.5}, "min_p"),
         ({"seed": 2**63}, "seed"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**4299}, "max_tokens"),
         ({"max_completion_tokens": -1}, "max_completion_tokens"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
@@ -240,6 +242,20 @@ async def test_a_body_over_the_limit_is_a_413_declared_or_not(bench, make_script
     async with bench.serve(make_script(), config) as (client, _):
         check_envelope(await client.post(CHAT, json=big), 413)
         check_envelope(await client.post(CHAT, content=pieces()), 413)
+
+
+async def test_half_of_a_surrogate_pair_is_a_400(bench, make_script, body):
+    half = body(messages=[{"role": "user", "content": "\ud83d"}])
+    async with bench.serve(make_script()) as (client, _):
+        error = check_envelope(await client.post(CHAT, content=json.dumps(half)), 400)
+    assert error["param"] == "messages"
+
+
+async def test_earlier_tool_calls_nested_too_deep_to_read_are_left_as_they_are(bench, make_script, body):
+    call = {"type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "user", "content": "and?"}]
+    async with bench.serve(make_script()) as (client, _):
+        assert (await client.post(CHAT, json=body(messages=messages))).status_code == 200
 
 
 async def test_a_template_that_refuses_the_messages_is_a_400(bench, make_script, body):
