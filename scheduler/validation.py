@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 from scheduler.errors import BadParams
 from scheduler.wire import Request, SamplingParams
@@ -28,7 +29,8 @@ def check_request(request: Request, vocab_size: int) -> None:
 def _check_params(params: SamplingParams, vocab_size: int) -> None:
     if not 0.0 <= params.temperature < math.inf:
         raise BadParams(f"temperature must be 0 or more, not {params.temperature}", "temperature")
-    if not 0.0 < params.top_p <= 1.0:
+    # A computing thread may flush subnormal numbers to 0.
+    if not sys.float_info.min <= params.top_p <= 1.0:
         raise BadParams(f"top_p must be above 0 and at most 1, not {params.top_p}", "top_p")
     if not 0 <= params.top_k < _INT64:
         raise BadParams(f"top_k must be from 0 (off) to 2^63 - 1, not {params.top_k}", "top_k")

@@ -259,6 +259,7 @@ async def test_a_model_call_does_not_block_submit_cancel_and_snapshot() -> None:
         ({"params": SamplingParams(temperature=float("nan"))}, "temperature"),
         ({"params": SamplingParams(temperature=float("inf"))}, "temperature"),
         ({"params": SamplingParams(top_p=0.0)}, "top_p"),
+        ({"params": SamplingParams(top_p=5e-324)}, "top_p"),
         ({"params": SamplingParams(top_p=1.1)}, "top_p"),
         ({"params": SamplingParams(top_k=-1)}, "top_k"),
         ({"params": SamplingParams(top_k=2**63)}, "top_k"),
