@@ -254,7 +254,7 @@ async def test_half_of_a_surrogate_pair_is_a_400(bench, make_script, body):
 async def test_earlier_tool_calls_nested_too_deep_to_read_are_left_as_they_are(bench, make_script, body):
     call = {"type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "user", "content": "and?"}]
-    async with bench.serve(make_script()) as (client, _):
+    async with bench.serve(make_script(bench.rounds("Hi"))) as (client, _):
         assert (await client.post(CHAT, json=body(messages=messages))).status_code == 200
 
 
