@@ -33,6 +33,8 @@ FAMILIES = {"Qwen3DSparkModel": "qwen3", "LlamaDSparkModel": "llama", "Qwen2DSpa
 HEAD_TYPES = ("vanilla", "gated", "rnn")
 # Values of DrafterConfig.checkpoint that name no folder.
 FOLDERLESS = ("ngram", "none")
+# Published blocks have 3 to 16 slots; a number far above is a mistake that would only show as a very slow start.
+MAX_BLOCK = 256
 VOCABULARY = "draft_vocab_ids"
 _CALIBRATION = "calibration.json"
 
@@ -103,7 +105,7 @@ def parse_drafter(config: Mapping[str, Any], where: str) -> DrafterArchitecture:
     rank = _integer(config, "markov_rank", where, low=0)
     arch = DrafterArchitecture(
         decoder=decoder,
-        block_size=_integer(config, "block_size", where, low=1),
+        block_size=_integer(config, "block_size", where, low=1, high=MAX_BLOCK),
         mask_token_id=_integer(config, "mask_token_id", where, low=0, high=decoder.vocab_size - 1),
         target_layer_ids=_layer_ids(config, where),
         num_target_layers=_integer(config, "num_target_layers", where, low=1),
@@ -121,12 +123,13 @@ def parse_drafter(config: Mapping[str, Any], where: str) -> DrafterArchitecture:
 
 
 def _decoder(config: Mapping[str, Any], where: str) -> Architecture:
-    name = (config.get("architectures") or [None])[0]
+    named = config.get("architectures")
+    name = named[0] if isinstance(named, list) and named else named
     if "dflash_config" in config or str(name).startswith("DFlash"):
         raise SettingsError(
             f"{where}: dflash_config is the z-lab DFlash layout, which is not supported; use a DeepSpec one"
         )
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise SettingsError(f"{where}: architectures {name!r} is not supported yet; supported: {', '.join(FAMILIES)}")
     if config.get("model_type") != FAMILIES[name]:
         raise SettingsError(f"{where}: model_type {config.get('model_type')!r} does not fit {name}: {FAMILIES[name]!r}")
@@ -225,6 +228,9 @@ def check_tensors(arch: DrafterArchitecture, tensors: Mapping[str, Tensor], wher
         if name in tensors and tuple(tensors[name].shape) not in shapes:
             expected = " or ".join(str(shape) for shape in shapes)
             raise SettingsError(f"{where}: {name} has shape {tuple(tensors[name].shape)}, config.json says {expected}")
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise SettingsError(f"{where}: {name} holds NaN or infinity: the training that wrote it went wrong")
     if "lm_head.weight" in tensors and not bool(tensors["lm_head.weight"].any()):
         raise SettingsError(f"{where}: lm_head.weight is all zero; leave it out to use the target's")
 

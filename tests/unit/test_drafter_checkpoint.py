@@ -92,10 +92,13 @@ def test_a_missing_folder_is_named_with_its_setting(tmp_path: Path) -> None:
         ({"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text"}, "architectures 'Gemma4DSparkModel'"),
         ({"architectures": ["Qwen3Eagle3Model"]}, "architectures 'Qwen3Eagle3Model' is not supported yet"),
         ({"architectures": None}, "architectures None"),
+        ({"architectures": 5}, "architectures 5"),
+        ({"architectures": [[]]}, "architectures []"),
         ({"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 1}}, "dflash_config"),
         ({"model_type": "llama"}, "model_type 'llama' does not fit Qwen3DSparkModel"),
         ({"block_size": 0}, "block_size"),
         ({"block_size": "7"}, "block_size"),
+        ({"block_size": 1_000_000}, "block_size"),
         ({"mask_token_id": 48}, "mask_token_id"),
         ({"markov_rank": None}, "markov_rank"),
         ({"markov_head_type": "transformer"}, "markov_head_type 'transformer'"),
@@ -134,6 +137,12 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(folder: Path, target: Path
 def test_a_head_that_the_config_does_not_know_is_not_silently_dropped(folder: Path, target: Path) -> None:
     edit(folder, markov_rank=0, enable_confidence_head=False, confidence_head_with_markov=False)
     assert "does not account for" in refusal(folder, target)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused(value: float, folder: Path, target: Path) -> None:
+    retensor(folder, lambda t: t["fc.weight"][3].fill_(value))
+    assert "fc.weight holds NaN or infinity" in refusal(folder, target)
 
 
 def test_an_all_zero_vocabulary_head_is_refused(folder: Path, target: Path) -> None:
