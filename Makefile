@@ -1,7 +1,7 @@
 # Two commands set everything up on a fresh machine with Python 3.11: `make serve` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
-# Any torch that pyproject.toml allows will do; naming one keeps pip from choosing a build of several gigabytes for a CPU.
+# Any torch that pyproject.toml allows will do; this one is what the tests ran with.
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet

@@ -162,6 +162,7 @@ class DraftRunner:
         return propose(
             hidden=hidden,
             candidates=choose_candidates(base, self.vocabulary, self.config.candidates),
+            keep=self.config.candidates,
             anchor_ids=torch.from_numpy(anchors).to(self.device),
             markov=self.markov,
             confidence=self.confidence,
