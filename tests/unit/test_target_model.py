@@ -342,3 +342,9 @@ def write_tiny_gguf(gguf: object, path: Path) -> dict[str, int]:
     writer.write_tensors_to_file()
     writer.close()
     return {"layers": 1}
+
+
+def test_loading_the_native_kernels_leaves_the_process_arithmetic_alone() -> None:
+    native.load()
+    assert float(np.float64(5e-324) + np.float64(0)) > 0 and float(torch.tensor([1e-310], dtype=torch.float64)[0]) > 0
+    assert float(np.float64(2.0) ** -1074 * np.float64(1.0)) > 0
