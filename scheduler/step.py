@@ -73,6 +73,7 @@ def extension_of(share: Share) -> Extension:
         output_index=live.num_output,
         q_ids=draft.q_ids[:num_draft] if draft is not None and draft.q_ids is not None else None,
         q_probs=draft.q_probs[:num_draft] if draft is not None and draft.q_probs is not None else None,
+        history_ids=live.token_ids[: live.num_known].copy() if live.request.params.needs_history else None,
     )
 
 

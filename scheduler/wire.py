@@ -27,12 +27,34 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the output must match. kind: `json_object` (text empty), `json_schema` (text: the schema as JSON), `regex` or `ebnf`."""
+
+    kind: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """One request's say about its own drafts, already within the deployment's policy.
+
+    planner: as the setting `scheduler.planner`; empty is the deployment's. max_draft_tokens: most drafts verified a round.
+    """
+
+    planner: str = ""
+    max_draft_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn. Both the drafter and the verifier apply exactly these.
+    """How the next token is drawn. The verifier applies exactly these; a drafter may leave out what depends on the history.
 
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. With a `seed` the token at output position n is a
     function of the target's logits and (seed, n) alone (DESIGN 4.3); without one, rejection sampling draws fresh noise.
     `stop_ids` end the request and are counted in the usage; they are committed but not shown as text.
+
+    presence and frequency penalty count output tokens, repetition penalty (> 0, 1 is off) prompt and output. logit_bias: pairs
+    (token id, added to its logit). num_logprobs: alternatives reported with each token's logprob; None reports nothing.
     """
 
     temperature: float = 1.0
@@ -43,10 +65,22 @@ class SamplingParams:
     max_tokens: int = 256
     min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    num_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
+
+    @property
+    def needs_history(self) -> bool:
+        """The law of a position depends on the tokens before it otherwise than through the model."""
+        penalised = self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+        return penalised or self.grammar is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +89,8 @@ class Request:
 
     subscriber: the stream (one per gateway) that receives this request's deltas.
     timeout_s: seconds from arrival after which the request fails with DeadlineExceeded; None is the server's default.
+    priority: higher is admitted earlier and preempted later. text_class: what its text is like (code, math, chat), a hint for
+        acceptance estimates and metrics; empty is unknown.
     """
 
     request_id: str
@@ -62,6 +98,9 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     subscriber: str = ""
     timeout_s: float | None = None
+    priority: int = 0
+    speculation: Speculation | None = None
+    text_class: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +152,7 @@ class Extension:
     block_ids: block table covering positions 0..start+n-1.
     output_index: as in DraftAsk: the output position of the first token this extension can emit.
     q_ids, q_probs: [num_draft, K] as in Draft.
+    history_ids: all known tokens, prompt then the `output_index` output tokens, when `params.needs_history`; else None.
     """
 
     request_id: str
@@ -125,6 +165,7 @@ class Extension:
     output_index: int
     q_ids: IntArray | None = None
     q_probs: FloatArray | None = None
+    history_ids: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +182,27 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithm of the target's probability (log-softmax of its logits, before temperature and truncation) of the token
+    that was emitted, and of the `num_logprobs` most probable ones as (id, logprob), descending."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """The target's answer for one extension.
 
     token_ids: the accepted drafts followed by the target's own next token (replacement or bonus): num_accepted + 1 ids.
         Empty when the extension did not sample.
+    logprobs: one per token id, when the request asked for them.
     """
 
     request_id: str
     num_accepted: int
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +221,7 @@ class Delta:
     token_ids: newly committed ids, in order; may be empty on the last delta.
     num_drafted, num_verified, num_accepted: of the round that produced it (drafted by the drafter, admitted by the plan,
         accepted by the target and committed). For plain decoding all are 0. A prefill's first token is no round: is_round False.
+    logprobs: one per token id, when the request asked for them.
     error: class name and message of a ServingError when finish_reason is ERROR (see scheduler.errors.revive).
     """
 
@@ -181,6 +234,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     error: tuple[str, str] | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
