@@ -28,7 +28,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the output must match. kind: `json_object` (text empty), `json_schema` (text: the schema as JSON), `regex` or `ebnf`."""
+    """What the output must match. kind: `json_object` (text empty), `json_schema` (text: JSON), `regex` or `ebnf`."""
 
     kind: str
     text: str = ""
