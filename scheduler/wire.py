@@ -28,7 +28,8 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the output must match. kind: `json_object` (text empty), `json_schema` (text: JSON), `regex` or `ebnf`."""
+    """What the output must match. kind: `json_object` (text empty), `json_schema` (text: JSON), `regex` (Rust syntax) or `ebnf`
+    (a context-free grammar as llguidance reads it: Lark with `%json {schema}` terminals)."""
 
     kind: str
     text: str = ""
