@@ -1,0 +1,233 @@
+"""The real scheduler on a simulated machine: a virtual clock, a cost law instead of models, acceptance traces instead of text.
+
+Owns the order of the verbs (that of scheduler/loop.py) and the virtual clock. A step takes what the law says; nothing sleeps, so
+minutes of serving take seconds, and every planner meets the same requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from scheduler.config import SchedulerConfig
+from scheduler.core import PrefixScheduler
+from scheduler.curves import CostLaw, StepWork
+from scheduler.errors import Rejected, SettingsError
+from scheduler.simulate_load import Load
+from scheduler.simulate_report import Outcome, Recorder
+from scheduler.simulate_traces import Traces
+from scheduler.simulate_workers import PLAIN, STOP, SimulatedDrafter, SimulatedTarget, exact_curve, measured_curve
+from scheduler.throughput import CostCurve
+from scheduler.wire import Request, SamplingParams, Speculation
+
+_OPEN_LOOP_LIVE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """How unsteady the machine is: log-normal spread of each call, and a share of calls that take many times as long."""
+
+    spread: float = 0.0
+    outlier_share: float = 0.0
+    outlier_factor: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Jump:
+    """In that step the scheduler's clock jumps by so many seconds, while the named verb runs (plan, draft or verify)."""
+
+    step: int
+    seconds: float
+    verb: str = "verify"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is simulated. knowledge: the curve that the scheduler is given: `measured` as at a server's start, `exact`, `none`, or
+    a curve itself. speculation: what requests ask for themselves, by request number modulo its length."""
+
+    law: CostLaw
+    noise: Noise = Noise()
+    knowledge: str | CostCurve = "measured"
+    variable_width: bool = True
+    jumps: tuple[Jump, ...] = ()
+    speculation: tuple[Speculation | None, ...] = ()
+    text_classes: bool = True
+    check_integrity: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Virtual seconds: what happens before `warm_s` is not counted, nor what comes after `warm_s + counted_s`."""
+
+    warm_s: float
+    counted_s: float
+
+    @property
+    def end_s(self) -> float:
+        return self.warm_s + self.counted_s
+
+
+class Simulation:
+    def __init__(self, machine: Machine, planner: str, traces: Traces, load: Load, *, seed: int = 0) -> None:
+        """Raises SettingsError for a planner that there is not."""
+        self.machine = machine
+        self.now = 0.0
+        self._traces = traces
+        self._load = load
+        self._rng = np.random.default_rng((seed, 0x5E))
+        self._jumps = {jump.step: jump for jump in machine.jumps}
+        self._jumped_s = 0.0
+        max_live = load.most or _OPEN_LOOP_LIVE
+        self._target = SimulatedTarget(machine.law, max_live=max_live, max_request_tokens=2048 + traces.max_output)
+        self._drafter = SimulatedDrafter(machine.law, traces, self._target, variable_width=machine.variable_width)
+        config = SchedulerConfig(
+            planner=planner,
+            max_live=max_live,
+            max_waiting=max(256, load.most),
+            prefill_chunk=machine.law.prefill_chunk,
+            prefix_cache=False,
+            default_timeout_s=0.0,
+        )
+        self.core = PrefixScheduler(config, self._target.info, self._drafter.info, self._curve(config))
+        self._recorder = Recorder()
+        self._num_steps = 0
+
+    def run(self, window: Window) -> Outcome:
+        began = time.perf_counter()
+        recorder = self._recorder = Recorder(window.warm_s)
+        while self.now < window.end_s:
+            self._arrive()
+            if self.core.has_work:
+                self._step()
+            else:
+                self.now = max(self.now, min(self._load.next_s(self.now), window.end_s))
+        return recorder.outcome(
+            planner=str(self.core.drafting.planner),
+            law=self.machine.law.name,
+            seconds=self.now - window.warm_s,
+            wall_s=time.perf_counter() - began,
+        )
+
+    def _step(self) -> None:
+        """draft -> plan -> verify -> apply."""
+        core, law = self.core, self.machine.law
+        self._num_steps += 1
+        core.expire(self._scheduler_now)
+        began = time.perf_counter()
+        call = core.choose_drafts()
+        chosen_wall_s = time.perf_counter() - began
+        drafts = self._drafter.drafts(call.asks, call.width)
+        if call.asks:
+            core.check_drafts(call, drafts)
+            core.absorbed()
+        draft_s = self._unsteady(self._drafter.seconds(len(call.asks), call.width))
+        began = time.perf_counter()
+        plan = core.plan(drafts, self._scheduler_now + draft_s)
+        plan_wall_s = chosen_wall_s + time.perf_counter() - began
+        verdicts = self._target.answer(plan)
+        verify_s = self._unsteady(self._target.seconds(plan))
+        host_s = law.host_s(len(plan.extensions))
+        if plan.capture:
+            num_rows = sum(len(e.token_ids) - e.num_draft for e in plan.extensions)
+            draft_s += law.absorb_token_s * (num_rows + sum(v.num_accepted for v in verdicts))
+        self.now += draft_s + verify_s + host_s
+        deltas = core.apply(verdicts)
+        self._report(draft=draft_s, verify=verify_s, plan=0.7 * host_s, apply=0.3 * host_s)
+        assert core.last_step is not None
+        timed = dataclasses.replace(core.last_step, draft_s=draft_s, verify_s=verify_s)
+        self._recorder.step(self.now, timed, core.drafting.gate_state, deltas, plan_wall_s)
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._leave(int(delta.request_id))
+
+    @property
+    def _scheduler_now(self) -> float:
+        return self.now + self._jumped_s
+
+    def _report(self, **seconds: float) -> None:
+        """Hands the step's times to the scheduler as its clock saw them."""
+        jump = self._jumps.get(self._num_steps)
+        if jump is not None:
+            seconds[jump.verb] += jump.seconds
+            self._jumped_s += jump.seconds
+        assert self.core.last_step is not None
+        times: dict[str, Any] = {f"{verb}_s": value for verb, value in seconds.items()}
+        self.core.record(dataclasses.replace(self.core.last_step, **times))
+        if self.machine.check_integrity:
+            self.core.check_integrity()
+
+    def _arrive(self) -> None:
+        for index in self._load.due(self.now):
+            shape = self._traces.open(index)
+            name = str(index)
+            asked = self.machine.speculation
+            request = Request(
+                name,
+                (PLAIN,) * shape.num_prompt,
+                SamplingParams(temperature=0.0, max_tokens=self._traces.max_output, stop_ids=(STOP,)),
+                speculation=asked[index % len(asked)] if asked else None,
+                text_class=shape.kind if self.machine.text_classes else "",
+            )
+            self._target.stops_at[name] = shape.num_output
+            self._recorder.arrived(name, shape.kind, self.now)
+            try:
+                self.core.add(request, self._scheduler_now)
+            except Rejected:
+                self._recorder.num_refused += 1
+                self._leave(index)
+
+    def _leave(self, index: int) -> None:
+        self._traces.close(index)
+        self._target.forget(str(index))
+        self._load.finished(index)
+
+    def _unsteady(self, seconds: float) -> float:
+        """The same draws for every planner, step by step."""
+        noise = self.machine.noise
+        spread, outlier = self._rng.standard_normal(), self._rng.random()
+        if outlier < noise.outlier_share:
+            seconds *= noise.outlier_factor
+        return seconds * math.exp(noise.spread * spread)
+
+    def _curve(self, config: SchedulerConfig) -> CostCurve | None:
+        knowledge = self.machine.knowledge
+        if isinstance(knowledge, CostCurve):
+            return knowledge
+        sizes = {"max_live": config.max_live, "prefill_chunk": config.prefill_chunk}
+        if knowledge == "measured":
+            return measured_curve(self._target, self._drafter, **sizes)
+        if knowledge == "exact":
+            return exact_curve(self._target, self._drafter, **sizes)
+        if knowledge == "none":
+            return None
+        raise SettingsError(f"knowledge {knowledge!r} is not one of measured, exact, none")
+
+
+def compare(
+    machine: Machine,
+    planners: Sequence[str],
+    traces: Callable[[], Traces],
+    load: Callable[[], Load],
+    window: Window,
+    *,
+    seed: int = 0,
+) -> dict[str, Outcome]:
+    """Every planner on the same machine, requests and arrivals; by the planner's name as given."""
+    return {planner: Simulation(machine, planner, traces(), load(), seed=seed).run(window) for planner in planners}
+
+
+def window_of(machine: Machine, *, clients: int, warm_tokens: int = 128, counted_tokens: int = 0) -> Window:
+    """As long as plain decoding needs for so many tokens of each client, by default for 16,384 of all, at least 256 of each:
+    comparable effort on fast machines and slow ones."""
+    counted_tokens = counted_tokens or max(256, 16384 // clients)
+    step_s = machine.law.verify_s(StepWork(clients, clients, 192 * clients, 192 * clients)) + machine.law.host_s(
+        clients
+    )
+    return Window(warm_tokens * step_s, counted_tokens * step_s)
