@@ -11,6 +11,7 @@ Shapes: R requests, w slots, d hidden, Vd draft vocabulary, K candidates (Vd whe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -111,9 +112,7 @@ def propose(
             logits = logits + markov.bias(mixed, None if rows is None else rows[:, k])
             embeddings.append(embedding)
         ids = None if candidates.token_ids is None else candidates.token_ids[:, k]
-        if 0 < keep < logits.shape[-1] and not table.all_greedy:
-            logits, columns = largest(logits, keep)
-            ids = columns if ids is None else ids.gather(-1, columns)
+        logits, ids = _kept(logits, ids, keep, table)
         previous, law = draw(logits, ids, table, output_positions[:, k], generator)
         tokens.append(previous)
         laws.append(law)
@@ -127,6 +126,47 @@ def propose(
         logits=tuple(corrected),
         confidence_logits=_confidence(confidence, hidden, embeddings),
     )
+
+
+def propose_chain(
+    *,
+    step: Callable[[Tensor], Tensor],
+    width: int,
+    vocabulary: Tensor | None,
+    keep: int = 0,
+    anchor_ids: Tensor,
+    table: SamplingTable,
+    output_positions: Tensor,
+    generator: torch.Generator | None,
+) -> Proposal:
+    """Draws w tokens per request with a drafter that is run once per token.
+
+    step: newest tokens [R] -> logits [R, Vd] of the token after them; called with the anchors, then with what was drawn.
+    The rest as in `propose`; there is no confidence.
+    """
+    tokens: list[Tensor] = []
+    laws: list[Tensor | None] = []
+    law_ids: list[Tensor | None] = []
+    drawn_from: list[Tensor] = []
+    previous = anchor_ids
+    for k in range(width):
+        candidates = choose_candidates(step(previous).unsqueeze(1), vocabulary, keep)
+        ids = None if candidates.token_ids is None else candidates.token_ids[:, 0]
+        logits, ids = _kept(candidates.logits[:, 0], ids, keep, table)
+        previous, law = draw(logits, ids, table, output_positions[:, k], generator)
+        tokens.append(previous)
+        laws.append(law)
+        law_ids.append(ids)
+        drawn_from.append(logits)
+    return Proposal(torch.stack(tokens, dim=1), *_sparse_laws(laws, law_ids), tuple(drawn_from), None)
+
+
+def _kept(logits: Tensor, ids: Tensor | None, keep: int, table: SamplingTable) -> tuple[Tensor, Tensor | None]:
+    """The `keep` best of one slot's logits [R, K] and their target ids; all of them where no law is sent."""
+    if keep <= 0 or keep >= logits.shape[-1] or table.all_greedy:
+        return logits, ids
+    logits, columns = largest(logits, keep)
+    return logits, columns if ids is None else ids.gather(-1, columns)
 
 
 def _sparse_laws(laws: list[Tensor | None], ids: list[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:

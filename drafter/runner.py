@@ -15,13 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafter.backbone import Backbone, BlockStart
+from drafter.architecture import MAX_BLOCK, DrafterArchitecture
+from drafter.backbone import Backbone
+from drafter.block_attention import BlockStart
 from drafter.calibration import load_calibration
+from drafter.chain import Chain
 from drafter.checkpoint import FOLDERLESS, Checkpoint, load_checkpoint, resolve_checkpoint
 from drafter.config import DrafterConfig
 from drafter.heads import build_heads
 from drafter.ngram import NgramRunner
-from drafter.propose import Proposal, choose_candidates, propose
+from drafter.propose import Proposal, choose_candidates, propose, propose_chain
 from scheduler.errors import SettingsError
 from scheduler.wire import Draft, DraftAsk, DrafterInfo, FloatArray, IntArray, SamplingParams
 from verifier.device import resolve_device, resolve_dtype, set_threads
@@ -60,7 +63,8 @@ def build_runner(config: DrafterConfig) -> Runner:
 
 
 class DraftRunner:
-    """A DSpark or DFlash drafter with its context cache, which shares the block table of the target's."""
+    """A drafter with its context cache, which shares the block table of the target's: a block of tokens at once (DSpark,
+    DFlash) or a token at a time (Eagle3, MTP)."""
 
     def __init__(self, config: DrafterConfig) -> None:
         if config.candidates < 0:
@@ -79,14 +83,14 @@ class DraftRunner:
         checkpoint = load_checkpoint(folder, resolve_model(config.target, config.cache_dir), self.dtype, self.device)
         self.arch, self.fingerprint = checkpoint.arch, checkpoint.fingerprint
         self.calibration = load_calibration(folder, self.arch.block_size, self.fingerprint)
-        self.width = min(self.arch.block_size, config.max_width or self.arch.block_size)
+        self.width = _width(self.arch, config.max_width)
         self.backbone = self._build_backbone(checkpoint)
         self.lm_head = Linear(checkpoint.tensors["lm_head.weight"])
         self.vocabulary = checkpoint.draft_vocab_ids
         self.markov, self.confidence = build_heads(checkpoint)
         self.generator = fresh_generator(config.seed, "drafter", self.device)
 
-    def _build_backbone(self, checkpoint: Checkpoint) -> Backbone:
+    def _build_backbone(self, checkpoint: Checkpoint) -> Backbone | Chain:
         decoder = checkpoint.arch.decoder
         pool = PagedKV(
             num_layers=decoder.num_layers,
@@ -98,9 +102,15 @@ class DraftRunner:
             device=self.device,
         )
         # no request is longer than the cache, so the tables need not be
-        longest = self.config.num_blocks * self.config.block_size + self.arch.block_size
+        longest = self.config.num_blocks * self.config.block_size + self._num_slots
         max_len = min(decoder.max_position_embeddings, longest)
-        return Backbone(checkpoint, pool, max_len=max_len, dtype=self.dtype, device=self.device)
+        build = Backbone if checkpoint.arch.design == "dspark" else Chain
+        return build(checkpoint, pool, max_len=max_len, dtype=self.dtype, device=self.device)
+
+    @property
+    def _num_slots(self) -> int:
+        """Positions that a proposal may take after its context."""
+        return max(self.width, self.arch.block_size)
 
     def describe(self) -> DrafterInfo:
         return DrafterInfo(
@@ -116,16 +126,20 @@ class DraftRunner:
     @property
     def max_start(self) -> int:
         """The longest context after which a whole block still has positions."""
-        return self.backbone.max_len - self.arch.block_size
+        return self.backbone.max_len - self._num_slots
+
+    def _can_draft(self, ask: DraftAsk) -> bool:
+        # a chain starts from the target's state before the anchor
+        return (ask.start > 0 or isinstance(self.backbone, Backbone)) and ask.start <= self.max_start
 
     @torch.inference_mode()
     def propose(self, asks: Sequence[DraftAsk], width: int, features: Sequence[CommittedFeatures]) -> list[Draft]:
         """Absorbs `features` in order, then drafts min(width, γ) tokens per ask; none for asks beyond its positions."""
         self.backbone.absorb(features)
         width = min(width, self.width)
-        able = [ask for ask in asks if ask.start <= self.max_start] if width > 0 else []
+        able = [ask for ask in asks if self._can_draft(ask)] if width > 0 else []
         drafted = iter(self._drafts(able, width) if able else ())
-        return [next(drafted) if width > 0 and ask.start <= self.max_start else _empty(ask) for ask in asks]
+        return [next(drafted) if width > 0 and self._can_draft(ask) else _empty(ask) for ask in asks]
 
     def _drafts(self, asks: Sequence[DraftAsk], width: int) -> list[Draft]:
         params = [ask.params for ask in asks]
@@ -151,23 +165,36 @@ class DraftRunner:
         ]
 
     def _walk(self, asks: Sequence[DraftAsk], width: int, table: SamplingTable) -> Proposal:
-        """Backbone, base logits and the sequential walk for requests that all draft `width` tokens."""
+        """What requests that all draft `width` tokens are proposed."""
+        starts = [BlockStart(ask.anchor_id, ask.start, ask.block_ids) for ask in asks]
+        anchor_ids = torch.tensor([ask.anchor_id for ask in asks], device=self.device)
+        first = torch.tensor([ask.output_index for ask in asks], device=self.device)
+        output_positions = first.unsqueeze(1) + torch.arange(width, device=self.device)
+        if isinstance(self.backbone, Chain):
+            walk = self.backbone.begin(starts, width)
+            return propose_chain(
+                step=lambda token_ids: self.lm_head(walk.step(token_ids)),
+                width=width,
+                vocabulary=self.vocabulary,
+                keep=self.config.candidates,
+                anchor_ids=anchor_ids,
+                table=table,
+                output_positions=output_positions,
+                generator=self.generator,
+            )
         # a drafter trained on whole blocks runs whole blocks, whatever is used of them
         num_slots = width if self.arch.variable_block else self.arch.block_size
-        starts = [BlockStart(ask.anchor_id, ask.start, ask.block_ids) for ask in asks]
         hidden = self.backbone.forward(starts, num_slots)[:, :width]
         base = self.lm_head(hidden.reshape(len(asks) * width, -1)).view(len(asks), width, -1)
-        first = np.array([ask.output_index for ask in asks], dtype=np.int64)
-        anchors = np.array([ask.anchor_id for ask in asks], dtype=np.int64)
         return propose(
             hidden=hidden,
             candidates=choose_candidates(base, self.vocabulary, self.config.candidates),
             keep=self.config.candidates,
-            anchor_ids=torch.from_numpy(anchors).to(self.device),
+            anchor_ids=anchor_ids,
             markov=self.markov,
             confidence=self.confidence,
             table=table,
-            output_positions=torch.from_numpy(first[:, None] + np.arange(width)).to(self.device),
+            output_positions=output_positions,
             generator=self.generator,
         )
 
@@ -193,11 +220,21 @@ class DraftRunner:
 
     def _synthetic_features(self, num_rows: int) -> CommittedFeatures:
         size = len(self.arch.target_layer_ids) * self.arch.decoder.hidden_size
+        slots = torch.arange(num_rows, device=self.device) % self.config.block_size
         return CommittedFeatures(
             features=torch.ones(num_rows, size, dtype=self.dtype, device=self.device),
-            slots=torch.arange(num_rows, device=self.device) % self.config.block_size,
-            positions=torch.zeros(num_rows, dtype=torch.int64, device=self.device),
+            slots=slots,
+            positions=torch.ones_like(slots),
+            token_ids=torch.zeros_like(slots),
+            previous_slots=slots,
         )
+
+
+def _width(arch: DrafterArchitecture, max_width: int) -> int:
+    """Tokens drafted in a round: γ or fewer; an MTP module may be run more often than it was trained for."""
+    if arch.design == "mtp":
+        return min(max_width, MAX_BLOCK) or arch.block_size
+    return min(arch.block_size, max_width or arch.block_size)
 
 
 def _ints(tensor: Tensor) -> IntArray:

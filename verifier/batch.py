@@ -64,5 +64,14 @@ def kept_rows(plan: Plan, verdicts: Sequence[Verdict]) -> list[int]:
     return rows
 
 
+def previous_slots(batch: FlatBatch, block_size: int) -> Tensor:
+    """[N] slot of the position before each row's, 0 before a request's first position."""
+    found = []
+    for span in batch.spans:
+        slots = slots_of(span.block_ids, max(0, span.start - 1), span.context_len - 1, block_size)
+        found.append(slots if span.start else np.concatenate((np.zeros(1, dtype=np.int64), slots)))
+    return _tensor(np.concatenate(found), batch.slots.device)
+
+
 def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(array.astype(np.int64, copy=False)).to(device, non_blocking=True)

@@ -12,10 +12,14 @@ class CommittedFeatures:
     """n committed rows of one verify step.
 
     features [n, m * d]: raw outputs of the captured layers, concatenated in the order asked for. slots, positions [n] int64:
-    where the rows stand in the paged caches and in their requests. A row says nothing of which request it is: the block
-    table does. 4 KiB to 8 KiB a row for the demo target.
+    where the rows stand in the paged caches and in their requests. token_ids [n] int64: the token of each row.
+    previous_slots [n] int64: where the row before it stands, 0 for a request's first. (These two are for drafters that pair
+    a token with the state before it; others need none.) A row says nothing of which request it is: the block table does.
+    4 KiB to 8 KiB a row for the demo target.
     """
 
     features: Tensor
     slots: Tensor
     positions: Tensor
+    token_ids: Tensor | None = None
+    previous_slots: Tensor | None = None

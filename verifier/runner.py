@@ -15,7 +15,7 @@ from scheduler.wire import Plan, Verdict, VerifierInfo
 from verifier.acceptance import judge
 from verifier.architecture import Architecture, read_architecture
 from verifier.attention import paged_attention
-from verifier.batch import FlatBatch, kept_rows, pack
+from verifier.batch import FlatBatch, kept_rows, pack, previous_slots
 from verifier.config import VerifierConfig
 from verifier.device import resolve_device, resolve_dtype, set_threads
 from verifier.features import CommittedFeatures
@@ -95,10 +95,11 @@ class TargetRunner:
         return self.model.logits(hidden), features
 
     def _committed(self, batch: FlatBatch, features: torch.Tensor, rows: list[int]) -> CommittedFeatures:
+        columns = (features, batch.slots, batch.positions, batch.ids, previous_slots(batch, self.kv.block_size))
         if len(rows) == features.shape[0]:
-            return CommittedFeatures(features, batch.slots, batch.positions)
+            return CommittedFeatures(*columns)
         index = torch.tensor(rows, device=self.device)
-        return CommittedFeatures(features[index], batch.slots[index], batch.positions[index])
+        return CommittedFeatures(*(column[index] for column in columns))
 
 
 def _max_model_len(config: VerifierConfig, arch: Architecture) -> int:

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafter.checkpoint import VOCABULARY, DrafterArchitecture
+from drafter.architecture import DrafterArchitecture
+from drafter.checkpoint import VOCABULARY
 from verifier.architecture import Architecture
 from verifier.layers import Rotary
 

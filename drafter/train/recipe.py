@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafter.checkpoint import parse_drafter, write_checkpoint
+from drafter.architecture import parse_drafter
+from drafter.checkpoint import write_checkpoint
 from drafter.train.bigrams import bigram_factors
 from drafter.train.loop import LoopConfig, Training, saved_state
 from drafter.train.network import DraftNetwork

@@ -76,12 +76,14 @@ async def run_together(target: Path, checkpoint: Path, planner: str, prompts: Se
     return list(traces.values())
 
 
-@pytest.mark.parametrize("name", ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dspark_noconfmarkov", "dflash"])
+@pytest.mark.parametrize(
+    "name", ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dspark_noconfmarkov", "dflash", "eagle3"]
+)
 async def test_engine_reproduces_the_reference_traces(golden: Path, name: str) -> None:
     recorded = json.loads((golden / name / "greedy_traces.json").read_text())
-    thresholds = sorted({t["confidence_threshold"] for t in recorded})
+    thresholds = sorted({t.get("confidence_threshold", 0) for t in recorded})
     for threshold in thresholds:
-        expected = [t for t in recorded if t["confidence_threshold"] == threshold]
+        expected = [t for t in recorded if t.get("confidence_threshold", 0) == threshold]
         planner = f"threshold:{threshold}" if threshold else "fixed:7"
         traces = await run_together(golden / "target", golden / name, planner, [t["prompt"] for t in expected])
         for trace, want in zip(traces, expected, strict=True):

@@ -90,7 +90,7 @@ def test_a_missing_folder_is_named_with_its_setting(tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text"}, "architectures 'Gemma4DSparkModel'"),
-        ({"architectures": ["Qwen3Eagle3Model"]}, "architectures 'Qwen3Eagle3Model' is not supported yet"),
+        ({"architectures": ["Qwen3Eagle3Model"]}, "num_hidden_layers must be 1 for eagle3, not 2"),
         ({"architectures": None}, "architectures None"),
         ({"architectures": 5}, "architectures 5"),
         ({"architectures": [[]]}, "architectures []"),

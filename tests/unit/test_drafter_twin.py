@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafter.checkpoint import drafter_shapes, load_checkpoint, parse_drafter, write_checkpoint
+from drafter.architecture import drafter_shapes, parse_drafter
+from drafter.checkpoint import load_checkpoint, write_checkpoint
 from drafter.config import DrafterConfig
 from drafter.runner import DraftRunner
 from scheduler.wire import Draft, DraftAsk, SamplingParams
