@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drafter.block_attention import BlockStart, block_attention
 from drafter.checkpoint import Checkpoint
-from verifier.features import CommittedFeatures
+from verifier.features import CommittedFeatures, merged
 from verifier.kv import PagedKV
 from verifier.layers import Linear, Rotary, rms_norm, split_heads_norm
 from verifier.model import DecoderLayer
@@ -50,7 +50,7 @@ class Backbone:
 
     def absorb(self, messages: Sequence[CommittedFeatures]) -> None:
         """Writes the context rows of newly committed positions, in all layers; of two rows for a slot the later stays."""
-        for committed in _merged(messages) if self.device.type == "cpu" else messages:
+        for committed in merged(messages) if self.device.type == "cpu" else messages:
             self._write(committed)
 
     def _write(self, committed: CommittedFeatures) -> None:
@@ -85,14 +85,3 @@ class Backbone:
                 qkv = self.rotary.rotate(qkv, cos_sin)
             hidden = layer.finish(hidden, attend(index, qkv))
         return rms_norm(hidden, self.norm, self.eps).view(len(starts), width, -1)
-
-
-def _merged(messages: Sequence[CommittedFeatures]) -> Sequence[CommittedFeatures]:
-    """One message for those that piled up, which costs little more than one of them, unless two write the same slot."""
-    if len(messages) < 2:
-        return messages
-    slots = torch.cat([m.slots for m in messages])
-    if len(slots.unique()) < len(slots):
-        return messages
-    features, positions = torch.cat([m.features for m in messages]), torch.cat([m.positions for m in messages])
-    return [CommittedFeatures(features, slots, positions)]

@@ -28,7 +28,7 @@ from drafter.chain_attention import ChainAttention
 from drafter.checkpoint import Checkpoint
 from drafter.eagle3 import Eagle3Cell
 from drafter.mtp import MtpCell
-from verifier.features import CommittedFeatures
+from verifier.features import CommittedFeatures, merged
 from verifier.kv import PagedKV
 from verifier.layers import Linear, Rotary, rms_norm, split_heads_norm
 from verifier.model import DecoderLayer
@@ -69,20 +69,17 @@ class Chain:
 
     def absorb(self, messages: Sequence[CommittedFeatures]) -> None:
         """Writes states and rows of newly committed tokens; of two rows for a slot the later stays."""
-        for committed in messages:
+        for committed in merged(messages) if self.device.type == "cpu" else messages:
             self._write(committed)
 
     def _write(self, committed: CommittedFeatures) -> None:
         assert committed.token_ids is not None and committed.previous_slots is not None
         slots = committed.slots.to(self.device)
         self.states.index_copy_(0, slots, self.cell.state(committed.features.to(self.device, self.dtype)))
-        positions = committed.positions.to(self.device)
-        ids, before = committed.token_ids.to(self.device), committed.previous_slots.to(self.device)
-        if int(committed.positions.min()) == 0:
-            # a request's first token has no state before it
-            paired = (positions > 0).nonzero().flatten()
-            slots, positions, ids, before = (x.index_select(0, paired) for x in (slots, positions, ids, before))
-        self.pool.write(0, slots, self._context_rows(ids, self.states.index_select(0, before), positions - 1))
+        states = self.states.index_select(0, committed.previous_slots.to(self.device))
+        # the row of position 0 is no row: it is written with what block 0 holds and never read
+        positions = (committed.positions.to(self.device) - 1).clamp_min(0)
+        self.pool.write(0, slots, self._context_rows(committed.token_ids.to(self.device), states, positions))
 
     def _context_rows(self, ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
         """Tokens [n] and the states before them [n, d] -> rotated keys, then values [n, 2 KV, hd]."""

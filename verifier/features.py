@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -23,3 +26,17 @@ class CommittedFeatures:
     positions: Tensor
     token_ids: Tensor | None = None
     previous_slots: Tensor | None = None
+
+
+def merged(messages: Sequence[CommittedFeatures]) -> Sequence[CommittedFeatures]:
+    """One message for those that piled up, which costs little more than one of them, unless two write the same slot."""
+    if len(messages) < 2:
+        return messages
+    slots = torch.cat([m.slots for m in messages])
+    if len(slots.unique()) < len(slots):
+        return messages
+    columns: dict[str, Any] = {}
+    for field in fields(CommittedFeatures):
+        parts = [getattr(m, field.name) for m in messages]
+        columns[field.name] = None if parts[0] is None else torch.cat(parts)
+    return [CommittedFeatures(**columns)]

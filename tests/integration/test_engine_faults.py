@@ -158,10 +158,11 @@ async def test_greedy_and_sampled_requests_with_and_without_drafts_share_a_step(
         assert 1 + sum(d.num_accepted + 1 for d in answer.rounds) >= len(answer.token_ids)
 
 
-async def test_the_second_run_of_a_prompt_hits_the_cache_and_accepts_as_well(launch, golden: Path) -> None:
+@pytest.mark.parametrize("name", ["dspark_vanilla", "eagle3"])
+async def test_the_second_run_of_a_prompt_hits_the_cache_and_accepts_as_well(launch, golden: Path, name: str) -> None:
     prompt = [i % 48 for i in range(0, 290, 7)] * 3
     params = SamplingParams(temperature=0.0, max_tokens=40)
-    async with launch(golden / "target", golden / "dspark_vanilla") as engine:
+    async with launch(golden / "target", golden / name) as engine:
         (first,) = await engine.ask([prompt], params)
         (second,) = await engine.ask([prompt], params)
         follow_up = [*prompt, *first.token_ids, 7, 8]

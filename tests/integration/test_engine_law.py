@@ -30,13 +30,15 @@ async def test_greedy_ids_equal_the_dense_twin_under_every_planner(
     assert [a.token_ids for a in answers] == expected
 
 
-@pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 110), (4, 30), (16, 9)])
+@pytest.mark.parametrize(
+    ("drafter", "block_size", "num_blocks"), [("dspark_rnn", 1, 110), ("eagle3", 4, 30), ("dspark_rnn", 16, 9)]
+)
 async def test_greedy_ids_survive_preemption_in_a_pool_too_small_for_all(
-    launch, golden: Path, golden_twin, block_size: int, num_blocks: int
+    launch, golden: Path, golden_twin, drafter: str, block_size: int, num_blocks: int
 ) -> None:
     expected = [golden_twin.greedy(prompt, 40) for prompt in PROMPTS]
     async with launch(
-        golden / "target", golden / "dspark_rnn", block_size=block_size, num_blocks=num_blocks, prefill_chunk=7
+        golden / "target", golden / drafter, block_size=block_size, num_blocks=num_blocks, prefill_chunk=7
     ) as engine:
         answers = await engine.ask(PROMPTS, SamplingParams(temperature=0.0, max_tokens=40))
         stats = await engine.actor.snapshot()
@@ -46,7 +48,7 @@ async def test_greedy_ids_survive_preemption_in_a_pool_too_small_for_all(
 
 
 @pytest.mark.parametrize(
-    "drafter", ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dspark_noconfmarkov", "dflash", "ngram"]
+    "drafter", ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dspark_noconfmarkov", "dflash", "eagle3", "ngram"]
 )
 async def test_seeded_text_is_the_same_alone_in_a_batch_without_drafts_and_under_every_planner(
     launch, golden: Path, drafter: str
@@ -113,6 +115,7 @@ CASES = [
     ("algorithm1", "dspark_vanilla", SamplingParams(temperature=1.0, top_p=0.8, max_tokens=3)),
     ("algorithm1", "dspark_noconfmarkov", SamplingParams(temperature=1.7, top_p=0.9, top_k=10, max_tokens=3)),
     ("fixed:7", "dflash", SamplingParams(temperature=1.7, top_p=0.95, max_tokens=3)),
+    ("fixed:5", "eagle3", SamplingParams(temperature=1.0, max_tokens=3)),
     ("fixed:3", "ngram", SamplingParams(temperature=1.0, max_tokens=3)),
 ]  # fmt: skip
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import pickle
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,20 +16,23 @@ import pytest
 import torch
 
 from drafter.actor import DrafterWorker
+from drafter.block_attention import BlockStart
+from drafter.chain import Chain
 from drafter.config import DrafterConfig
 from drafter.runner import DraftRunner
 from scheduler.errors import DrafterLost, SettingsError
 from scheduler.wire import DraftAsk, SamplingParams
+from tests.unit.drafter_twins import Flavour, write_drafter
 from verifier.features import CommittedFeatures
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 12
 
 
-@pytest.fixture
-def config(golden: Path) -> DrafterConfig:
+@pytest.fixture(params=["dspark_vanilla", "eagle3"])
+def config(request: pytest.FixtureRequest, golden: Path) -> DrafterConfig:
     return DrafterConfig(
-        checkpoint=str(golden / "dspark_vanilla"),
+        checkpoint=str(golden / request.param),
         target=str(golden / "target"),
         dtype="float32",
         device="cpu",
@@ -45,10 +50,13 @@ def ask(name: str = "r", start: int = 4, params: SamplingParams | None = None, a
 
 
 def rows(num_rows: int, first_position: int = 0) -> CommittedFeatures:
+    slots = torch.arange(num_rows) + BLOCK_SIZE
     return CommittedFeatures(
         features=torch.randn(num_rows, 320, generator=torch.Generator().manual_seed(0)),
-        slots=torch.arange(num_rows) + BLOCK_SIZE,
+        slots=slots,
         positions=torch.arange(num_rows) + first_position,
+        token_ids=slots * 7 % 48,
+        previous_slots=torch.cat((torch.zeros(1, dtype=torch.int64), slots[:-1])),
     )
 
 
@@ -111,11 +119,21 @@ async def test_settings_that_cannot_work_refuse_to_start(
         await DrafterWorker(replace(config, **changes)).start()  # type: ignore[arg-type]
 
 
-def test_it_describes_what_the_scheduler_needs(config: DrafterConfig) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "confidence", "variable"),
+    [
+        ("dspark_vanilla", "dspark-vanilla", True, False),
+        ("dflash", "dflash", False, False),
+        ("eagle3", "eagle3", False, True),
+    ],
+)
+def test_it_describes_what_the_scheduler_needs(
+    name: str, kind: str, confidence: bool, variable: bool, config: DrafterConfig, golden: Path
+) -> None:
+    config = replace(config, checkpoint=str(golden / name))
     info = DraftRunner(config).describe()
-    assert (info.kind, info.width, info.has_confidence) == ("dspark-vanilla", 7, True)
+    assert (info.kind, info.width, info.has_confidence, info.variable_width) == (kind, 7, confidence, variable)
     assert info.target_layer_ids == (0, 1, 2, 3, 4)
-    assert not info.variable_width
     assert not info.needs_tokens
     assert DraftRunner(replace(config, max_width=3)).describe().width == 3
     assert pickle.loads(pickle.dumps(info)) == info
@@ -125,9 +143,9 @@ def test_max_width_limits_drafts_without_changing_them(config: DrafterConfig) ->
     whole = DraftRunner(config).propose([ask()], 7, [rows(4)])[0]
     short = DraftRunner(replace(config, max_width=3)).propose([ask()], 7, [rows(4)])[0]
     assert short.token_ids.tolist() == whole.token_ids.tolist()[:3]
-    assert short.confidence is not None
-    assert whole.confidence is not None
-    np.testing.assert_allclose(short.confidence, whole.confidence[:3], atol=1e-5)
+    assert (short.confidence is None) == (whole.confidence is None)
+    if short.confidence is not None and whole.confidence is not None:
+        np.testing.assert_allclose(short.confidence, whole.confidence[:3], atol=1e-5)
 
 
 def test_requests_beyond_the_positions_draft_nothing_and_others_are_served(config: DrafterConfig) -> None:
@@ -177,12 +195,39 @@ def test_measuring_times_real_calls_and_writes_block_0_only(config: DrafterConfi
 
 
 def test_bfloat16_hidden_states_are_close_to_float32(config: DrafterConfig) -> None:
-    from drafter.backbone import BlockStart
-
     hidden = []
+    start = BlockStart(5, 9, np.array([1, 2, 3], dtype=np.int32))
     for dtype in ("float32", "bfloat16"):
-        runner = DraftRunner(replace(config, dtype=dtype))
+        backbone = DraftRunner(replace(config, dtype=dtype)).backbone
         with torch.inference_mode():
-            runner.backbone.absorb([rows(9)])
-            hidden.append(runner.backbone.forward([BlockStart(5, 9, np.array([1, 2, 3], dtype=np.int32))], 7).float())
+            backbone.absorb([rows(9)])
+            if isinstance(backbone, Chain):
+                hidden.append(backbone.begin([start], 7).step(torch.tensor([5])).float())
+            else:
+                hidden.append(backbone.forward([start], 7).float())
     assert float((hidden[0] - hidden[1]).norm() / hidden[0].norm()) < 0.03
+
+
+def test_a_chain_drafts_nothing_before_the_target_has_a_state(config: DrafterConfig, golden: Path) -> None:
+    runner = DraftRunner(replace(config, checkpoint=str(golden / "eagle3")))
+    drafts = runner.propose([ask("first", start=0), ask("later")], 7, [rows(4)])
+    assert [(d.request_id, len(d.token_ids)) for d in drafts] == [("first", 0), ("later", 7)]
+
+
+def test_an_mtp_module_is_run_once_a_round_or_as_often_as_it_is_told(
+    tmp_path: Path, write_target: Callable[..., Path], config: DrafterConfig
+) -> None:
+    target = write_target(tmp_path / "target", "llama")
+    drafter = write_drafter(tmp_path / "drafter", target, Flavour("llama", "none", design="mtp"))
+    settings = json.loads((drafter / "config.json").read_text())
+    del settings["ttt_length"]
+    (drafter / "config.json").write_text(json.dumps(settings))
+    config = replace(config, checkpoint=str(drafter), target=str(target))
+    assert DraftRunner(config).describe().width == 1
+    wide = DraftRunner(replace(config, max_width=4))
+    assert wide.describe().width == 4
+    assert wide.describe().max_len == DraftRunner(config).describe().max_len
+    features = replace(rows(4), features=torch.ones(4, 64))
+    (draft,), (once,) = wide.propose([ask()], 4, [features]), DraftRunner(config).propose([ask()], 4, [features])
+    assert len(draft.token_ids) == 4
+    assert once.token_ids.tolist() == draft.token_ids.tolist()[:1]
