@@ -16,7 +16,6 @@ from typing import Any
 from scheduler.errors import SettingsError
 from scheduler.throughput import CostCurve, CurvePoints, CurveRejected, check_points
 
-
 FREE = 1e-7
 """Seconds of a draft that costs nothing; a measured time is never 0."""
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafter.checkpoint import load_checkpoint, read_drafter, read_layer_ids, write_checkpoint
+from drafter.checkpoint import load_checkpoint, read_drafter, read_layer_ids, vocabulary_maps, write_checkpoint
 from scheduler.errors import SettingsError
 from verifier.weights import fingerprint
 
@@ -63,6 +63,7 @@ def refusal(folder: Path, target: Path) -> str:
         ("dspark_rnn", "dspark-rnn", True),
         ("dspark_noconfmarkov", "dspark-vanilla", True),
         ("dflash", "dflash", False),
+        ("eagle3", "eagle3", False),
     ],
 )
 def test_published_checkpoints_load_as_they_are(
@@ -74,7 +75,8 @@ def test_published_checkpoints_load_as_they_are(
     assert checkpoint.arch.block_size == 7
     assert checkpoint.arch.target_layer_ids == read_layer_ids(golden / name) == (0, 1, 2, 3, 4)
     assert checkpoint.draft_vocab_ids is None
-    assert not checkpoint.arch.variable_block
+    # a drafter of whole blocks cannot be asked for less; one that is run per token can
+    assert checkpoint.arch.variable_block == (kind == "eagle3")
 
 
 def test_drafters_without_weights_capture_no_layers() -> None:
@@ -217,3 +219,69 @@ def test_a_checkpoint_that_could_not_be_loaded_is_not_written(folder: Path, tmp_
     with pytest.raises(SettingsError, match=r"norm\.weight"):
         write_checkpoint(tmp_path / "new", config, tensors)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.fixture
+def eagle3(golden: Path, tmp_path: Path) -> Path:
+    """A copy of the reference Eagle3 checkpoint that a test may damage."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "eagle3").mkdir(exist_ok=True)
+        shutil.copyfile(golden / "eagle3" / name, tmp_path / "eagle3" / name)
+    return tmp_path / "eagle3"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_hidden_layers": 2, "layer_types": None}, "num_hidden_layers must be 1 for eagle3, not 2"),
+        ({"ttt_length": None}, "ttt_length must be a whole number from 1 to 256, not None"),
+        ({"ttt_length": 1000}, "ttt_length must be a whole number from 1 to 256"),
+        ({"target_layer_ids": [0, 1, 2, 3, 5]}, "the last layer is not allowed"),
+        ({"target_layer_ids": [0, 1]}, "fc.weight has shape (64, 320), config.json says (64, 128)"),
+        ({"architectures": ["Qwen3MTPModel"]}, "target_layer_ids must name exactly one layer for mtp"),
+        ({"architectures": ["Qwen3MTPModel"], "target_layer_ids": [4]}, "lacks the tensor eh_proj.weight and 2 more"),
+        ({"architectures": ["Qwen3DSparkModel"]}, "markov_rank"),
+        ({"architectures": ["LlamaEagle3Model"]}, "model_type 'qwen3' does not fit LlamaEagle3Model"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_wrong_config_of_a_chain_is_refused_naming_the_field(
+    changes: dict[str, Any], says: str, eagle3: Path, target: Path
+) -> None:
+    edit(eagle3, **changes)
+    assert says in refusal(eagle3, target)
+
+
+def test_eagle3_goes_by_its_other_name_too(eagle3: Path, target: Path) -> None:
+    edit(eagle3, architectures=["Eagle3DraftModel"])
+    assert load_checkpoint(eagle3, target, torch.float32, CPU).arch.kind == "eagle3"
+
+
+def test_vocabulary_maps_of_other_makers_are_read(eagle3: Path, target: Path) -> None:
+    ids = torch.tensor([1, 2, 5, 40])
+    maps = {"d2t": torch.tensor([1, 1, 3, 37]), "t2d": torch.zeros(48, dtype=torch.bool).index_fill(0, ids, True)}
+    assert all(torch.equal(maps[name], made) for name, made in vocabulary_maps(ids, 48).items())
+    retensor(eagle3, lambda t: t.update(maps, **{"lm_head.weight": t["lm_head.weight"][ids]}))
+    checkpoint = load_checkpoint(eagle3, target, torch.float32, CPU)
+    assert checkpoint.draft_vocab_ids is not None
+    assert checkpoint.draft_vocab_ids.tolist() == ids.tolist()
+    assert not {"d2t", "t2d"} & set(checkpoint.tensors)
+    retensor(eagle3, lambda t: t.pop("t2d"))
+    assert torch.equal(load_checkpoint(eagle3, target, torch.float32, CPU).draft_vocab_ids, ids)
+
+
+@pytest.mark.parametrize(
+    ("maps", "says"),
+    [
+        ({"d2t": torch.tensor([1.0])}, "d2t must be a list of integers"),
+        ({"d2t": torch.tensor([0, 1]), "t2d": torch.ones(48, dtype=torch.bool)}, "d2t and t2d name different tokens"),
+        ({"t2d": torch.ones(48, dtype=torch.bool)}, "d2t (with or without t2d)"),
+        ({"d2t": torch.tensor([0]), "draft_vocab_ids": torch.tensor([0])}, "once"),
+        ({"d2t": torch.tensor([9, 7])}, "ascending token ids below 48"),
+        ({"d2t": torch.tensor([9, 70])}, "ascending token ids below 48"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_wrong_vocabulary_maps_are_refused(maps: dict[str, Tensor], says: str, eagle3: Path, target: Path) -> None:
+    retensor(eagle3, lambda t: (t.pop("lm_head.weight"), t.update(maps)))
+    assert says in refusal(eagle3, target)
