@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from scheduler.errors import ServingError, revive
 from scheduler.wire import Delta, FinishReason, Request
 from services.engine import Engine
-from services.gateway.app import LoadedModel
-from services.gateway.openai import ChatRequest, parse_chat, sampling_params
+from services.gateway.chat_request import ChatRequest
+from services.gateway.loaded_model import LoadedModel
+from services.gateway.parsing import parse_chat
+from services.gateway.sampling import sampling_params
 from services.gateway.text import Detokeniser
 from services.settings import Settings
 from services.workers import launch_colocated

@@ -27,6 +27,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.errors import SettingsError
 from services.demo import demo_drafter, demo_target
 from services.gateway.config import GatewayConfig
+from services.gateway.speculation import RULES, SpeculationPolicy
 from verifier.config import VerifierConfig
 
 PREFIX, DELIMITER = "DSPARK_", "__"
@@ -119,8 +120,32 @@ class ResourceSettings(_Section):
     start_timeout_s: float = Field(default=1800.0, gt=0)
 
 
+class SpeculationSettings(_Section):
+    """What requests may say about their own drafts. modes: rules they may choose, of auto, algorithm1, fixed, threshold and
+    off; an empty list lets scheduler.planner hold for all. max_draft_tokens: the most they may ask for; 0 is no bound."""
+
+    modes: tuple[str, ...] = RULES
+    max_draft_tokens: int = Field(default=0, ge=0)
+
+    @field_validator("modes", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        parts = value.split(",") if isinstance(value, str) else value
+        return [yaml_off(part) for part in parts] if isinstance(parts, list) else parts
+
+    @field_validator("modes")
+    @classmethod
+    def _known(cls, modes: tuple[str, ...]) -> tuple[str, ...]:
+        for mode in modes:
+            if mode not in RULES:
+                raise ValueError(f"{mode!r} is none of {', '.join(RULES)}")
+        return modes
+
+
 class GatewaySettings(_Section):
-    """max_ongoing_requests: of one replica; Serve queues what is above, so it lies above what the engine admits, which
+    """served_names: further names of the model for clients, beside model.name (a list, or names separated by commas).
+
+    max_ongoing_requests: of one replica; Serve queues what is above, so it lies above what the engine admits, which
     answers 429 itself. drain_s: how long a replica that stops may finish its streams. The rest: GatewayConfig."""
 
     host: str = "127.0.0.1"
@@ -134,11 +159,28 @@ class GatewaySettings(_Section):
     call_timeout_s: float = Field(default=5.0, gt=0)
     idle_s: float = Field(default=10.0, gt=0)
     speculation_metrics: Literal["off", "summary", "detailed"] = "summary"
+    speculation: SpeculationSettings = SpeculationSettings()
+    served_names: tuple[str, ...] = ()
+    max_choices: int = Field(default=64, ge=1)
+    max_timeout_s: float = Field(default=3600.0, ge=0)
+    max_wait_s: float = Field(default=0.0, ge=0)
 
     @field_validator("speculation_metrics", mode="before")
     @classmethod
     def _yaml_off(cls, value: Any) -> Any:
         return yaml_off(value)
+
+    @field_validator("served_names", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+
+    @field_validator("served_names")
+    @classmethod
+    def _named(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(name.strip() for name in names):
+            raise ValueError("a name must not be empty")
+        return names
 
 
 class Settings(BaseSettings):
@@ -197,7 +239,8 @@ class Settings(BaseSettings):
 
     def gateway_config(self) -> GatewayConfig:
         names = GatewayConfig.__dataclass_fields__
-        return GatewayConfig(**{key: value for key, value in self.gateway.model_dump().items() if key in names})
+        values = {key: value for key, value in self.gateway.model_dump().items() if key in names}
+        return GatewayConfig(**values | {"speculation": SpeculationPolicy(**self.gateway.speculation.model_dump())})
 
     def verifier_config(self, capture_layers: tuple[int, ...]) -> VerifierConfig:
         return VerifierConfig(

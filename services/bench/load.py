@@ -20,9 +20,11 @@ from services.bench.prompts import load_prompts
 from services.bench.report import Arm, print_report
 from services.bench.server import ask_server, served_model
 from services.engine import Engine
-from services.gateway.app import LoadedModel
 from services.gateway.engine import EngineClient
-from services.gateway.openai import parse_chat, sampling_params
+from services.gateway.live_choices import LiveChoices
+from services.gateway.loaded_model import LoadedModel
+from services.gateway.parsing import parse_chat
+from services.gateway.sampling import sampling_params
 from services.gateway.stream import dump
 from services.generate import Tally
 from services.settings import Settings
@@ -97,9 +99,9 @@ async def _ask_engine(client: EngineClient, model: LoadedModel, load: Load, prom
     prompt_ids = await model.prompt_ids(chat)
     params = sampling_params(chat, model.card, len(prompt_ids))
     tally = Tally()
-    async with client.open(Request(uuid.uuid4().hex, tuple(prompt_ids), params)) as completion:
+    async with LiveChoices(client, [Request(uuid.uuid4().hex, tuple(prompt_ids), params)]) as live:
         while True:
-            for delta in await completion.take():
+            for delta in [delta for _, deltas in await live.take() for delta in deltas]:
                 tally.add(delta)
                 if delta.finish_reason is not None:
                     return tally

@@ -1,4 +1,4 @@
-"""One chat completion from the first delta to the last byte: deltas to text, text to SSE events or one JSON body.
+"""One answer from the first delta to the last byte: deltas to pieces, pieces to SSE events or one JSON body.
 
 Every ending is handled here: the model's own, a stop string, a failure before or inside the answer, a client that went.
 """
@@ -10,31 +10,22 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from scheduler.errors import Cancelled, InternalFault, ServingError
-from scheduler.wire import Delta, FinishReason, Request, SamplingParams, Usage
+from scheduler.errors import Cancelled, InternalFault, Overloaded, ServingError
+from scheduler.wire import Delta
+from services.gateway.choice import Choice, Piece
 from services.gateway.config import GatewayConfig
-from services.gateway.engine import Completion, EngineClient
+from services.gateway.engine import EngineClient
 from services.gateway.errors import answer_to, error_body, error_response, outcome_of
-from services.gateway.openai import ChatRequest
-from services.gateway.stream import (
-    DONE,
-    KEEP_ALIVE,
-    ChunkWriter,
-    Identity,
-    RoundLog,
-    error_event,
-    unary_body,
-    usage_body,
-)
-from services.gateway.text import OutputText, Tokenizer
+from services.gateway.exchange import Exchange
+from services.gateway.jobs import Job
+from services.gateway.live_choices import LiveChoices
+from services.gateway.stream import DONE, KEEP_ALIVE, Gathered, event, usage_body
 from services.metrics import GatewayMetrics
-from services.model_card import ModelCard
 
 logger = logging.getLogger(__name__)
 
@@ -42,174 +33,167 @@ _SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _LAST_DELTA_TIMEOUT_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A validated request, ready to run."""
-
-    request: Request
-    chat: ChatRequest
-    card: ModelCard
-    tokenizer: Tokenizer
-    arrived_s: float
-
-    @property
-    def identity(self) -> Identity:
-        return Identity(self.request.request_id, int(time.time()), self.card.name, self.card.fingerprint)
-
-
-class Answer:
-    """The state of one answer: its text, its counts, how it ended."""
-
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, stops: Sequence[str]) -> None:
-        self._text = OutputText(tokenizer, stops)
-        self._stop_ids = frozenset(params.stop_ids)
-        self.rounds = RoundLog()
-        self.usage: Usage | None = None
-        self.finish_reason: str | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return self._text.num_tokens
-
-    def push(self, delta: Delta) -> str:
-        """The text this delta makes certain; sets `finish_reason` when it is the end."""
-        before = self._text.num_tokens
-        hidden = self._ends_with_stop_id(delta)
-        shown = self._text.push(delta.token_ids[: len(delta.token_ids) - hidden])
-        if not self._text.stopped:
-            self._text.count_hidden(hidden)
-            if delta.finish_reason is not None:
-                shown += self._text.finish()
-                self.finish_reason = delta.finish_reason.value
-        if self._text.stopped:
-            self.finish_reason = FinishReason.STOP.value
-        self.rounds.add(delta, self._text.num_tokens - before)
-        self.usage = delta.usage or self.usage
-        return shown
-
-    def _ends_with_stop_id(self, delta: Delta) -> int:
-        ended = delta.finish_reason is FinishReason.STOP and delta.token_ids
-        return int(bool(ended) and delta.token_ids[-1] in self._stop_ids)
-
-
-class ChatResponse(Response):
+class AnswerResponse(Response):
     """Runs the job when the server asks for the response, so that no await lies between the engine's request and the
     code that ends it."""
 
     def __init__(self, job: Job, client: EngineClient, config: GatewayConfig, metrics: GatewayMetrics) -> None:
         super().__init__()
         self._job, self._client, self._config, self._metrics = job, client, config, metrics
-        self._answer = Answer(job.tokenizer, job.request.params, job.chat.stops)
+        self._choices = job.choices()
+        self._first_token_by_s = time.monotonic() + config.max_wait_s if config.max_wait_s else None
         self._sent_headers = False
-        self._first_s = self._last_s = 0.0
+
+    @property
+    def _ended(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self._choices)
+
+    @property
+    def _num_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self._choices)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outcome, status = "cancelled", 499
         try:
             outcome, status = await until_disconnect(receive, self._run(scope, receive, send))
         except Cancelled:
-            logger.debug("client of %s went away", self._job.request.request_id)
+            logger.debug("client of %s went away", self._job.requests[0].request_id)
         finally:
-            self._record(outcome, status)
+            self._record(Exchange.of(scope), outcome, status)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> tuple[str, int]:
         """Returns how it ended, for the metrics: (outcome, HTTP status)."""
         try:
-            async with self._client.open(self._job.request) as completion:
-                await (self._stream if self._job.chat.stream else self._unary)(completion, send)
-            return self._answer.finish_reason or "stop", 200
+            async with LiveChoices(self._client, self._job.requests, self._job.num_choices) as live:
+                await (self._stream if self._job.fields.stream else self._unary)(live, send)
+            return self._choices[0].finish_reason or "stop", 200
         except ServingError as error:
             return await self._fail(error, scope, receive, send)
         except OSError:
             raise Cancelled("the client closed the connection") from None
         except Exception:
-            logger.exception("answering %s failed", self._job.request.request_id)
+            logger.exception("answering %s failed", self._job.requests[0].request_id)
             return await self._fail(InternalFault("internal error"), scope, receive, send)
 
     async def _fail(self, error: ServingError, scope: Scope, receive: Receive, send: Send) -> tuple[str, int]:
         if self._sent_headers:
-            await _send_body(send, error_event(error_body(error)), more=False)
+            await _send_body(send, event(error_body(error)), more=False)
         else:
-            await error_response(error, started=self._answer.num_tokens > 0)(scope, receive, send)
+            await error_response(error, started=self._num_tokens > 0)(scope, receive, send)
         return self._metrics.failed(outcome_of(error), answer_to(error).code), answer_to(error).status
 
-    async def _unary(self, completion: Completion, send: Send) -> None:
-        texts: list[str] = []
-        while self._answer.finish_reason is None:
-            texts += self._push(await completion.take())
-        await self._settle(completion)
-        body = unary_body(
-            self._job.identity, "".join(texts), self._answer.finish_reason, self._usage(), self._speculation()
-        )
+    async def _unary(self, live: LiveChoices, send: Send) -> None:
+        gathered = [Gathered(choice) for choice in self._choices]
+        while not self._ended:
+            for choice, pieces in await self._take(live, None):
+                for piece in pieces:
+                    gathered[choice.index].add(piece)
+        await self._settle(live)
+        body = self._job.output.body(gathered, self._usage(), self._extra())
         await _send_head(send, "application/json", {"content-length": str(len(body))})
         self._sent_headers = True
         await _send_body(send, body, more=False)
 
-    async def _stream(self, completion: Completion, send: Send) -> None:
+    async def _stream(self, live: LiveChoices, send: Send) -> None:
         """The first wait ends before the headers, so that an early failure still has its own status."""
-        writer = ChunkWriter(self._job.identity, include_usage=self._job.chat.include_usage)
-        deltas = await completion.take(self._config.keepalive_s)
+        output = self._job.output
+        taken = await self._take(live, self._config.keepalive_s)
         await _send_head(send, "text/event-stream; charset=utf-8", _SSE_HEADERS)
         self._sent_headers = True
-        opening = writer.role()
+        opening = b"".join(output.opening(choice.index) for choice in self._choices)
         while True:
-            events = b"".join(writer.content(text) for text in self._push(deltas) if text)
-            if self._answer.finish_reason is not None:
+            events = opening + b"".join(self._events(choice, pieces) for choice, pieces in taken)
+            if events or not taken:
+                await _send_body(send, events or KEEP_ALIVE)
+            if self._ended:
                 break
-            if opening or events or not deltas:
-                await _send_body(send, opening + events or KEEP_ALIVE)
             opening = b""
-            deltas = await completion.take(self._config.keepalive_s)
-        completion.cancel()
-        await _send_body(send, opening + events + writer.finish(self._answer.finish_reason))
-        await _send_body(send, await self._ending(completion, writer), more=False)
+            taken = await self._take(live, self._config.keepalive_s)
+        await _send_body(send, await self._ending(live), more=False)
 
-    async def _ending(self, completion: Completion, writer: ChunkWriter) -> bytes:
-        if not self._job.chat.include_usage:
+    def _events(self, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+        output = self._job.output
+        events = b"".join(output.piece(choice, piece) for piece in pieces if piece)
+        return events + output.finish(choice) if choice.finish_reason is not None else events
+
+    async def _ending(self, live: LiveChoices) -> bytes:
+        if not self._job.fields.include_usage:
             return DONE
-        await self._settle(completion)
-        return writer.usage(self._usage(), self._speculation()) + DONE
+        await self._settle(live)
+        return self._job.output.usage(self._usage(), self._extra()) + DONE
 
-    def _push(self, deltas: Sequence[Delta]) -> list[str]:
-        texts = []
+    async def _take(self, live: LiveChoices, timeout_s: float | None) -> list[tuple[Choice, list[Piece]]]:
+        """The pieces of every choice that got some; choices that ended are told so, once, and heard no more. Empty after
+        `timeout_s`. Raises Overloaded when nothing has come within `max_wait_s`."""
+        waiting_s = self._waiting_s()
+        limits = [limit for limit in (timeout_s, waiting_s) if limit is not None]
+        taken = await live.take(min(limits, default=None))
+        if not taken and self._waiting_s() == 0.0:
+            raise Overloaded(f"no token within the {self._config.max_wait_s:g} s a request may wait; try again later")
+        fresh = []
+        for index, deltas in taken:
+            choice = self._choices[index]
+            if choice.finish_reason is None:
+                fresh.append((choice, self._push(choice, deltas)))
+                if choice.finish_reason is not None:
+                    live.cancel(index)
+            else:
+                choice.usage = next((delta.usage for delta in deltas if delta.usage is not None), choice.usage)
+        return fresh
+
+    def _waiting_s(self) -> float | None:
+        """How long the first token may still take; None when it has come or may take any time."""
+        if self._first_token_by_s is None or self._choices[0].first_s:
+            return None
+        return max(0.0, self._first_token_by_s - time.monotonic())
+
+    def _push(self, choice: Choice, deltas: Sequence[Delta]) -> list[Piece]:
+        pieces = []
         for delta in deltas:
-            if self._answer.finish_reason is None:
-                texts.append(self._answer.push(delta))
-        self._tick()
-        return texts
+            if choice.finish_reason is None:
+                pieces.append(choice.push(delta))
+            else:
+                choice.usage = delta.usage or choice.usage
+        if choice.num_tokens:
+            choice.last_s = time.monotonic()
+            if not choice.first_s:
+                if not any(each.first_s for each in self._choices):
+                    self._metrics.first_token(choice.last_s - self._job.arrived_s)
+                choice.first_s = choice.last_s
+        return pieces
 
-    def _tick(self) -> None:
-        if self._answer.num_tokens:
-            self._last_s = time.monotonic()
-            if not self._first_s:
-                self._first_s = self._last_s
-                self._metrics.first_token(self._first_s - self._job.arrived_s)
-
-    async def _settle(self, completion: Completion) -> None:
-        """After a stop string the engine still has to say what the prefix cache gave; it is asked to stop and waited
+    async def _settle(self, live: LiveChoices) -> None:
+        """After a stop string the engine still has to say what the prefix cache gave; it was asked to stop and is waited
         for, a moment."""
-        completion.cancel()
+        leaders = self._choices[:: self._job.num_choices]
         deadline = time.monotonic() + _LAST_DELTA_TIMEOUT_S
         with contextlib.suppress(ServingError):
-            while self._answer.usage is None and (left := deadline - time.monotonic()) > 0:
-                deltas = await completion.take(left)
-                self._answer.usage = next((d.usage for d in deltas if d.usage is not None), None)
+            while any(choice.usage is None for choice in leaders) and (left := deadline - time.monotonic()) > 0:
+                await self._take(live, left)
 
     def _usage(self) -> dict[str, Any]:
-        cached = self._answer.usage.cached_tokens if self._answer.usage is not None else 0
-        return usage_body(len(self._job.request.prompt_ids), self._answer.num_tokens, cached)
+        """A prompt is counted once, however many choices it has."""
+        leaders = self._choices[:: self._job.num_choices]
+        cached = sum(choice.usage.cached_tokens for choice in leaders if choice.usage is not None)
+        return usage_body(self._job.num_prompt, self._num_tokens, cached)
 
-    def _speculation(self) -> dict[str, Any] | None:
+    def _extra(self) -> dict[str, Any]:
+        """`metrics`, which is of one choice: null when there are several."""
         level = self._config.speculation_metrics
         if level == "off":
-            return None
-        return self._answer.rounds.body(self._job.card.draft_width, detailed=level == "detailed")
+            return {}
+        if len(self._choices) > 1:
+            return {"metrics": None}
+        rounds, width = self._choices[0].rounds, self._job.model.card.draft_width
+        return {"metrics": rounds.body(width, detailed=level == "detailed", asked=self._job.speculation)}
 
-    def _record(self, outcome: str, status: int) -> None:
+    def _record(self, exchange: Exchange, outcome: str, status: int) -> None:
         self._metrics.request_ended(outcome, status, time.monotonic() - self._job.arrived_s)
-        num_later = self._answer.num_tokens - 1
-        if num_later > 0 and self._last_s > self._first_s:
-            self._metrics.time_per_output_token((self._last_s - self._first_s) / num_later)
+        for choice in self._choices:
+            if choice.num_tokens > 1 and choice.last_s > choice.first_s:
+                self._metrics.time_per_output_token((choice.last_s - choice.first_s) / (choice.num_tokens - 1))
+        exchange.outcome = outcome
+        exchange.num_prompt_tokens, exchange.num_output_tokens = self._job.num_prompt, self._num_tokens
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, tuple[str, int]]) -> tuple[str, int]:

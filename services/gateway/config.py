@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.gateway.speculation import ALL_ALLOWED, SpeculationPolicy
+
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
@@ -13,6 +15,10 @@ class GatewayConfig:
     call_timeout_s: bound of the small calls (cancel, statistics, health).
     idle_s: a subscription without live requests is closed after this long, so that an old scheduler can drain.
     speculation_metrics: `off`, `summary` or `detailed` (per-step lists): the `metrics` object of a response.
+    speculation: what requests may say about their own drafts.
+    served_names: further names of the model; the card's own is always served.
+    max_choices: prompts times n of one request. max_timeout_s: longest `timeout` a request gets; 0 is no bound.
+    max_wait_s: a request without its first token by then is given up with 429; 0 waits until its deadline.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
@@ -21,3 +27,8 @@ class GatewayConfig:
     call_timeout_s: float = 5.0
     idle_s: float = 10.0
     speculation_metrics: str = "summary"
+    speculation: SpeculationPolicy = ALL_ALLOWED
+    served_names: tuple[str, ...] = ()
+    max_choices: int = 64
+    max_timeout_s: float = 3600.0
+    max_wait_s: float = 0.0

@@ -36,6 +36,14 @@ class ModelNotFound(BadParams):
     pass
 
 
+class ContextTooLong(TooLong):
+    """`param` names the field that holds the prompt."""
+
+    def __init__(self, message: str, param: str = "messages") -> None:
+        super().__init__(message)
+        self.param = param
+
+
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
     """retry_after_s: sent as Retry-After when the error brings no better value; 0 sends none."""
@@ -53,6 +61,7 @@ TABLE: dict[type[ServingError], HttpAnswer] = {
     BodyTooLarge: HttpAnswer(413, INVALID, "request_too_large"),
     ModelNotFound: HttpAnswer(404, INVALID, "model_not_found"),
     TooLong: HttpAnswer(400, INVALID, "context_length_exceeded"),
+    ContextTooLong: HttpAnswer(400, INVALID, "context_length_exceeded"),
     Overloaded: HttpAnswer(429, OVERLOADED, "engine_overloaded", 1.0),
     Failed: HttpAnswer(500, SERVER, "internal_error"),
     VerifierLost: HttpAnswer(503, SERVER, "engine_unavailable", 5.0),
@@ -82,10 +91,7 @@ def envelope(message: str, kind: str, code: str | None, param: str | None = None
 
 def error_body(error: ServingError) -> dict[str, Any]:
     answer = answer_to(error)
-    param = getattr(error, "param", None)
-    if param is None and isinstance(error, TooLong):
-        param = "messages"
-    return envelope(str(error), answer.type, answer.code, param)
+    return envelope(str(error), answer.type, answer.code, getattr(error, "param", None))
 
 
 def error_response(error: ServingError, *, started: bool = False) -> Response:
@@ -107,5 +113,5 @@ def plain_error(status: int, message: str, code: str, headers: dict[str, str] | 
 
 
 def envelope_response(status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
-    content = json.dumps(body, ensure_ascii=False).encode()
+    content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
     return Response(content, status, headers, media_type="application/json")

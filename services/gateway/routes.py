@@ -1,106 +1,122 @@
-"""The endpoints: chat completions, models, alive, ready, metrics."""
+"""The endpoints: chat and text completions, tokens, models, alive, ready, metrics."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-import uuid
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from scheduler.errors import Cancelled, ServingError
+from scheduler.errors import ServingError
 from scheduler.stats import SchedulerStats
-from scheduler.wire import Request as EngineRequest
-from services.gateway.answer import ChatResponse, Job
-from services.gateway.errors import BodyTooLarge, ModelNotFound, answer_to, error_body, outcome_of
-from services.gateway.openai import ChatRequest, parse_chat, sampling_params
+from services.gateway import openapi
+from services.gateway.answer import AnswerResponse
+from services.gateway.errors import ModelNotFound, answer_to, error_body, outcome_of
+from services.gateway.exchange import Exchange
+from services.gateway.fields import GenerationFields
+from services.gateway.jobs import Job, chat_job, completion_job
+from services.gateway.parsing import parse_chat, parse_completion
+from services.gateway.request_body import read_body
+from services.gateway.speculation import HEADER as SPECULATION_HEADER
+from services.gateway.tokens import detokenize, parse_detokenize, parse_tokenize, tokenize
 from services.metrics import CONTENT_TYPE
-from services.model_card import ModelCard
 
 if TYPE_CHECKING:
     from services.gateway.app import Gateway
 
-router = APIRouter()
-
-CHAT_SCHEMA = "#/components/schemas/ChatRequest"
-_CHAT_DOCS: dict[str, Any] = {
-    "requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": CHAT_SCHEMA}}}}
-}
-_LARGE_BODY_BYTES = 64 * 1024
+router = APIRouter(default_response_class=Response)
 
 
 def _gateway(request: Request) -> Gateway:
     return request.app.state.gateway
 
 
-@router.post("/v1/chat/completions", openapi_extra=_CHAT_DOCS)
+@router.post("/v1/chat/completions", **openapi.CHAT)
 async def chat_completions(request: Request) -> Response:
     """A chat completion, streamed or not; the dialect of the OpenAI API."""
+    return await _answer(request, parse_chat, chat_job)
+
+
+@router.post("/v1/completions", **openapi.COMPLETION)
+async def completions(request: Request) -> Response:
+    """Completions of texts or token ids, streamed or not; the dialect of the OpenAI API."""
+    return await _answer(request, parse_completion, completion_job)
+
+
+async def _answer(
+    request: Request, parse: Callable[[bytes], Any], make_job: Callable[..., Awaitable[Job]]
+) -> AnswerResponse:
     gateway, arrived_s = _gateway(request), time.monotonic()
     try:
-        job = await _job(gateway, request, arrived_s)
+        model = gateway.model
+        fields: GenerationFields = await read_body(request, gateway.config.max_body_bytes, parse)
+        exchange = Exchange.of(request.scope)
+        exchange.model, exchange.stream = fields.model, bool(fields.stream)
+        _check_model(fields.model, gateway)
+        header = request.headers.get(SPECULATION_HEADER)
+        job = await make_job(fields, model, gateway.config, speculation_header=header, arrived_s=arrived_s)
     except ServingError as error:
         answer = answer_to(error)
         outcome = gateway.metrics.failed(outcome_of(error), answer.code)
         gateway.metrics.request_ended(outcome, answer.status, time.monotonic() - arrived_s)
+        Exchange.of(request.scope).outcome = outcome
         raise
-    return ChatResponse(job, gateway.client, gateway.config, gateway.metrics)
+    return AnswerResponse(job, gateway.client, gateway.config, gateway.metrics)
 
 
-async def _job(gateway: Gateway, request: Request, arrived_s: float) -> Job:
+@router.post("/tokenize", **openapi.TOKENIZE)
+async def tokenize_text(request: Request) -> Response:
+    """The token ids of a text, or of a conversation as the chat template renders it."""
+    gateway = _gateway(request)
     model = gateway.model
-    chat = await _parse(await _body(request, gateway.config.max_body_bytes))
-    _check_model(chat.model, model.card)
-    prompt_ids = await model.prompt_ids(chat)
-    params = sampling_params(chat, model.card, len(prompt_ids))
-    engine_request = EngineRequest(f"chatcmpl-{uuid.uuid4().hex}", tuple(prompt_ids), params)
-    return Job(engine_request, chat, model.card, model.tokenizer, arrived_s)
+    asked = await read_body(request, gateway.config.max_body_bytes, parse_tokenize)
+    _check_optional_model(asked.model, gateway)
+    return JSONResponse(await tokenize(asked, model))
 
 
-async def _body(request: Request, max_bytes: int) -> bytes:
-    """The whole body, refused as soon as it is known to be too large."""
-    declared = request.headers.get("content-length", "")
-    body = bytearray()
-    too_large = declared.isdigit() and int(declared) > max_bytes
-    try:
-        async for piece in request.stream():
-            too_large = too_large or len(body) + len(piece) > max_bytes
-            if too_large:
-                raise BodyTooLarge(f"the request body is larger than the {max_bytes} bytes allowed")
-            body += piece
-    except ClientDisconnect:
-        raise Cancelled("the client closed the connection") from None
-    return bytes(body)
+@router.post("/detokenize", **openapi.DETOKENIZE)
+async def detokenize_ids(request: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    gateway = _gateway(request)
+    model = gateway.model
+    asked = await read_body(request, gateway.config.max_body_bytes, parse_detokenize)
+    _check_optional_model(asked.model, gateway)
+    return JSONResponse(await detokenize(asked, model))
 
 
-async def _parse(body: bytes) -> ChatRequest:
-    return parse_chat(body) if len(body) <= _LARGE_BODY_BYTES else await asyncio.to_thread(parse_chat, body)
+def _check_optional_model(name: str | None, gateway: Gateway) -> None:
+    if name is not None:
+        _check_model(name, gateway)
 
 
-def _check_model(name: str, card: ModelCard) -> None:
-    if name != card.name:
-        raise ModelNotFound(f"the model {name!r} does not exist; this server serves {card.name!r}", param="model")
+def _check_model(name: str, gateway: Gateway) -> None:
+    if name not in gateway.served_names:
+        served = ", ".join(repr(each) for each in gateway.served_names)
+        raise ModelNotFound(f"the model {name[:100]!r} does not exist; this server serves {served}", param="model")
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", **openapi.MODELS)
 async def list_models(request: Request) -> Response:
-    return JSONResponse({"object": "list", "data": [_model_body(_gateway(request).model.card)]})
+    """Every name under which the model is served."""
+    gateway = _gateway(request)
+    return JSONResponse({"object": "list", "data": [_model_body(name, gateway) for name in gateway.served_names]})
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", **openapi.MODEL)
 async def get_model(name: str, request: Request) -> Response:
-    card = _gateway(request).model.card
-    _check_model(name, card)
-    return JSONResponse(_model_body(card))
+    """One served name."""
+    gateway = _gateway(request)
+    _check_model(name, gateway)
+    return JSONResponse(_model_body(name, gateway))
 
 
-def _model_body(card: ModelCard) -> dict[str, Any]:
+def _model_body(name: str, gateway: Gateway) -> dict[str, Any]:
     """`max_model_len` is an extra field that other servers have too."""
+    card = gateway.model.card
     return {
-        "id": card.name,
+        "id": name,
         "object": "model",
         "created": card.created,
         "owned_by": "dspark",
@@ -108,13 +124,13 @@ def _model_body(card: ModelCard) -> dict[str, Any]:
     }
 
 
-@router.get("/health")
+@router.get("/health", **openapi.HEALTH)
 async def health() -> Response:
     """Alive: this process answers."""
     return JSONResponse({"status": "alive"})
 
 
-@router.get("/ready")
+@router.get("/ready", **openapi.READY)
 async def ready(request: Request) -> Response:
     """200 once the models are loaded, the cost curve is measured and the scheduler makes progress; else 503 and why."""
     gateway = _gateway(request)
@@ -127,8 +143,9 @@ async def ready(request: Request) -> Response:
     return JSONResponse({"status": "ready", "model": card.name})
 
 
-@router.get("/metrics")
+@router.get("/metrics", **openapi.METRICS)
 async def metrics(request: Request) -> Response:
+    """Prometheus metrics of this gateway and of the scheduler."""
     gateway = _gateway(request)
     stats: SchedulerStats | None
     try:

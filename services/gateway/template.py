@@ -52,11 +52,13 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise SettingsError(f"model.chat_template: the template does not compile: {error}") from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt text up to where the assistant's answer begins."""
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The prompt text up to where the assistant's answer begins. `variables` are the template's own (`tools`,
+        `enable_thinking`); raises BadParams when it cannot make a prompt of the messages."""
+        defaults = {"tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise BadParams(f"the model's chat template refuses these messages: {error}", param="messages") from None
+            return self._template.render({**defaults, **variables, **self._special_tokens, "messages": messages})
+        except Exception as error:
+            # The template is the model's own; whatever it trips over is in the messages or the variables.
+            reason = str(error) or type(error).__name__
+            raise BadParams(f"the model's chat template refuses these messages: {reason}", param="messages") from None

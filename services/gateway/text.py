@@ -15,7 +15,7 @@ from typing import Any
 
 import tokenizers
 
-from scheduler.errors import SettingsError
+from scheduler.errors import BadParams, SettingsError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
@@ -36,14 +36,37 @@ class Tokenizer:
         self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
         spec = json.loads(tokenizer_json)
         self._pieces, self.strips_first_space = _pieces(self._tokenizer, spec)
+        added = spec.get("added_tokens", [])
+        self._special = {token["id"]: token["content"].encode() for token in added if token["special"]}
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of rendered chat text: nothing is added, the template wrote the special tokens already."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+    @property
+    def size(self) -> int:
+        """Ids below it have a piece."""
+        return len(self._pieces)
+
+    def encode(self, text: str, *, add_special: bool = False) -> list[int]:
+        """Token ids. Rendered chat text gets nothing added: the template wrote the special tokens already. Raises
+        BadParams for text that is none."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            # JSON can say it ("\\ud83d"), UTF-8 cannot.
+            raise BadParams("the text has half of a surrogate pair, which is no character") from None
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
 
     def piece(self, token_id: int) -> bytes:
-        """Special tokens are not shown; neither are ids beyond the tokenizer (padding of the embedding table)."""
+        """The bytes a token adds to the text. Special tokens are not shown; neither are ids beyond the tokenizer (padding
+        of the embedding table)."""
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token is called: its bytes, and for a special token its text."""
+        return self._special.get(token_id) or self.piece(token_id)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of all ids at once, special tokens included."""
+        text = b"".join(self.token_bytes(token_id) for token_id in token_ids).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self.strips_first_space else text
 
 
 def _pieces(tokenizer: tokenizers.Tokenizer, spec: Mapping[str, Any]) -> tuple[list[bytes], bool]:
@@ -95,14 +118,18 @@ def _fallback_piece(text: str) -> bytes:
 
 
 class Detokeniser:
-    """Text of one growing output. `push` returns what became certain, `flush` the rest."""
+    """Text of one growing output. `push` returns what became certain, `flush` the rest. Special tokens are not shown, but
+    for `shown_ids`."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown_ids: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
+        self._shown_ids = shown_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = tokenizer.strips_first_space
 
     def push(self, token_id: int) -> str:
+        if token_id in self._shown_ids:
+            return self._emit(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
         return self._emit(self._decoder.decode(self._tokenizer.piece(token_id)))
 
     def flush(self) -> str:
@@ -151,24 +178,40 @@ class StopMatcher:
 
     def _possible_prefix(self, window: str) -> int:
         """Length of the longest end of `window` with which a stop string begins."""
-        longest = max(len(stop) for stop in self._stops) - 1
-        for length in range(min(longest, len(window)), 0, -1):
-            tail = window[-length:]
-            if any(len(stop) > length and stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
+        return max(_overlap(window, stop) for stop in self._stops)
+
+
+def _overlap(window: str, stop: str) -> int:
+    """Length of the longest end of `window` that is a beginning of `stop`, but not all of it."""
+    start = max(0, len(window) - len(stop) + 1)
+    while (start := window.find(stop[0], start)) >= 0:
+        if stop.startswith(window[start:]):
+            return len(window) - start
+        start += 1
+    return 0
 
 
 class OutputText:
     """Ids of one answer to its text, with stop strings; counts the tokens the client is charged for.
 
-    A stop id that ended the answer is counted and not shown. Tokens after a stop string are neither.
+    A stop id that ended the answer is counted and not shown. Tokens after a stop string are neither. In the text of the
+    first `num_unsearched` tokens no stop string is looked for (min_tokens).
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        self._detokeniser = Detokeniser(tokenizer)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        *,
+        num_unsearched: int = 0,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._detokeniser = Detokeniser(tokenizer, shown_ids)
         self._matcher = StopMatcher(stops)
+        self._num_unsearched = num_unsearched
         self.num_tokens = 0
+        self.num_chars = 0
+        self.num_shown = 0
 
     @property
     def stopped(self) -> bool:
@@ -179,10 +222,10 @@ class OutputText:
         parts = []
         for token_id in token_ids:
             self.num_tokens += 1
-            parts.append(self._matcher.push(self._detokeniser.push(token_id)))
+            parts.append(self._search(self._detokeniser.push(token_id)))
             if self._matcher.matched:
                 break
-        return "".join(parts)
+        return self._shown("".join(parts))
 
     def count_hidden(self, num_tokens: int) -> None:
         """Tokens that count but are not text: the stop id."""
@@ -192,5 +235,13 @@ class OutputText:
         """The tail, when the answer ended without a stop string."""
         if self._matcher.matched:
             return ""
-        tail = self._matcher.push(self._detokeniser.flush())
-        return tail if self._matcher.matched else tail + self._matcher.flush()
+        tail = self._search(self._detokeniser.flush())
+        return self._shown(tail if self._matcher.matched else tail + self._matcher.flush())
+
+    def _search(self, text: str) -> str:
+        self.num_chars += len(text)
+        return text if self.num_tokens <= self._num_unsearched else self._matcher.push(text)
+
+    def _shown(self, text: str) -> str:
+        self.num_shown += len(text)
+        return text

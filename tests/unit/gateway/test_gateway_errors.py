@@ -21,7 +21,7 @@ from scheduler.errors import (
 from services.gateway.app import create_app
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import TABLE, answer_to, error_response
-from services.gateway.openai import UNSUPPORTED
+from services.gateway.refusals import CHAT_UNSUPPORTED
 
 CHAT = "/v1/chat/completions"
 
@@ -180,14 +180,14 @@ async def test_a_wrong_parameter_is_a_400_that_names_it(bench, make_script, body
     assert error["param"] == param and not scheduler.requests
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+@pytest.mark.parametrize("name", sorted(CHAT_UNSUPPORTED))
 async def test_an_unsupported_parameter_is_refused_by_name_unless_it_asks_for_nothing(bench, make_script, body, name):
-    asking = {"n": 2, "tool_choice": "required", "function_call": {"name": "f"}, "verbosity": "high"}
+    asking = {"tool_choice": "required", "function_call": {"name": "f"}, "verbosity": "high"}
     value = asking.get(name, {"type": "json_object"} if name == "response_format" else "something")
     async with bench.serve(make_script(bench.rounds("Hi"))) as (client, _):
         error = check_envelope(await client.post(CHAT, json=body(**{name: value})), 400)
         assert error["param"] == name and name in error["message"]
-        for harmless in (None, *UNSUPPORTED[name]):
+        for harmless in (None, *CHAT_UNSUPPORTED[name]):
             assert (await client.post(CHAT, json=body(**{name: harmless}))).status_code == 200
 
 
@@ -195,12 +195,11 @@ async def test_parameters_that_change_nothing_and_unknown_ones_are_accepted(benc
     extra = {
         "user": "me",
         "metadata": {"a": "b"},
-        "store": True,
+        "store": False,
         "service_tier": "auto",
         "parallel_tool_calls": True,
         "prompt_cache_key": "k",
         "safety_identifier": "s",
-        "prediction": {"type": "content", "content": "x"},
         "from_the_future": {"x": [1]},
     }
     async with bench.serve(make_script(bench.rounds("Hi"))) as (client, _):

@@ -1,0 +1,59 @@
+"""The request body of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
+
+from scheduler.errors import BadParams
+from services.gateway.fields import INT64, MAX_TOP_LOGPROBS, GenerationFields
+from services.gateway.messages import Message
+
+# What the server itself tells the chat template.
+_RESERVED = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "bos_token",
+    "eos_token",
+    "pad_token",
+    "unk_token",
+)
+
+
+class ChatRequest(GenerationFields):
+    """max_completion_tokens wins over its older name max_tokens. chat_template_kwargs: variables of the model's own chat
+    template, such as `enable_thinking`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1, lt=INT64)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _not_ours(cls, variables: dict[str, Any] | None) -> dict[str, Any] | None:
+        taken = sorted(set(variables or {}) & set(_RESERVED))
+        if taken:
+            raise ValueError(f"{taken[0]} is set by the server and cannot be given here")
+        return variables
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def prompt_field(self) -> str:
+        return "messages"
+
+    def check_together(self) -> None:
+        super().check_together()
+        if self.top_logprobs and not self.logprobs:
+            raise BadParams("top_logprobs needs logprobs: true", param="top_logprobs")

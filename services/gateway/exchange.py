@@ -1,0 +1,35 @@
+"""What is known of one HTTP request while it is answered, for whoever logs or limits it. Never holds a prompt or a text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Scope
+
+_KEY = "exchange"
+
+
+@dataclass(slots=True)
+class Exchange:
+    """request_id: as sent back in x-request-id. api_key: the name of the key it came with. model: as the client called it.
+
+    outcome: stop, length, tool_calls, cancelled, rejected or failed; empty for endpoints that generate nothing.
+    """
+
+    request_id: str = ""
+    api_key: str = ""
+    model: str = ""
+    stream: bool = False
+    outcome: str = ""
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+
+    @classmethod
+    def of(cls, scope: Scope) -> Exchange:
+        """The exchange of this request, made on first use."""
+        state: dict[str, Any] = scope.setdefault("state", {})
+        found = state.get(_KEY)
+        if not isinstance(found, cls):
+            found = state[_KEY] = cls()
+        return found

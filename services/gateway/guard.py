@@ -1,0 +1,56 @@
+"""The outermost layer of the application: request ids in and out, and whatever nobody handled becomes a 500 envelope."""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway.errors import plain_error
+from services.gateway.exchange import Exchange
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = "x-request-id"
+_GOOD_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class Guard:
+    """A client's own x-request-id is taken over when it is 1 to 128 letters, digits or any of `._:-`; else, and without one,
+    the request gets a new id. answers_id: send it back; Ray Serve does that itself."""
+
+    def __init__(self, app: ASGIApp, answers_id: bool) -> None:
+        self._app = app
+        self._answers_id = answers_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        request_id = _request_id(scope)
+        Exchange.of(scope).request_id = request_id
+        started = False
+
+        async def guarded_send(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                if self._answers_id:
+                    MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, guarded_send)
+        except Exception:
+            logger.exception("%s %s failed (%s)", scope["method"], scope["path"], request_id)
+            if started:
+                raise
+            await plain_error(500, "internal error", "internal_error")(scope, receive, guarded_send)
+        return None
+
+
+def _request_id(scope: Scope) -> str:
+    given = Headers(scope=scope).get(REQUEST_ID, "")
+    return given if _GOOD_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"

@@ -1,0 +1,72 @@
+"""Parameters that are known elsewhere and not served here: each would change the answer, so each is refused by name.
+
+The values beside a name ask for nothing and are taken. Parameters that change nothing about the answer (user, metadata,
+safety_identifier, prompt_cache_key, ...) and unknown ones are not listed and are taken too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scheduler.errors import BadParams
+
+# Of both endpoints: OpenAI's own, then extensions of other servers.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "moderation": (),
+    "prompt_logprobs": (0,),
+    "return_token_ids": (False,),
+    "length_penalty": (1,),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "truncate_prompt_tokens": (),
+}
+CHAT_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **UNSUPPORTED,
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"], []),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "documents": ([],),
+}
+COMPLETION_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **UNSUPPORTED,
+    "echo": (False,),
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+}
+
+
+def refuse_unsupported(raw: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises BadParams naming the first parameter of `raw` that asks for something we do not do."""
+    for name, harmless in unsupported.items():
+        value = raw.get(name)
+        if value is not None and not any(_same(value, allowed) for allowed in harmless):
+            raise BadParams(f"{name} is not supported by this server", param=name)
+
+
+def _same(value: Any, allowed: Any) -> bool:
+    """Equality in which True is not 1."""
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)

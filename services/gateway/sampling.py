@@ -1,0 +1,45 @@
+"""From validated fields to what the engine is asked for."""
+
+from __future__ import annotations
+
+from scheduler.wire import Grammar, SamplingParams
+from services.gateway.errors import ContextTooLong
+from services.gateway.fields import GenerationFields
+from services.model_card import ModelCard
+
+
+def sampling_params(
+    fields: GenerationFields, card: ModelCard, num_prompt: int, *, grammar: Grammar | None = None
+) -> SamplingParams:
+    """Values the client leaves out come from the model's generation_config, then from OpenAI's defaults; without a limit
+    the answer may fill the context. Raises ContextTooLong."""
+    room = card.max_model_len - num_prompt
+    wanted = fields.wanted_tokens
+    if room < 1 or (wanted or 1) > room:
+        asked = f"{wanted} tokens were asked for" if wanted else "at least 1 is needed for the answer"
+        raise ContextTooLong(
+            f"the context holds {card.max_model_len} tokens: the {fields.prompt_field} has {num_prompt} "
+            f"and {asked}, together {num_prompt + (wanted or 1)}",
+            fields.prompt_field,
+        )
+    eos = () if fields.ignore_eos else card.eos_ids
+    return SamplingParams(
+        temperature=_first(fields.temperature, card.defaults.get("temperature"), 1.0),
+        top_k=max(0, int(_first(fields.top_k, card.defaults.get("top_k"), 0))),
+        top_p=_first(fields.top_p, card.defaults.get("top_p"), 1.0),
+        min_p=_first(fields.min_p, card.defaults.get("min_p"), 0.0),
+        seed=fields.seed,
+        max_tokens=wanted or room,
+        min_tokens=min(fields.min_tokens or 0, room),
+        stop_ids=tuple(dict.fromkeys((*eos, *(fields.stop_token_ids or ())))),
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        repetition_penalty=_first(fields.repetition_penalty, card.defaults.get("repetition_penalty"), 1.0),
+        logit_bias=fields.biases,
+        num_logprobs=fields.num_logprobs,
+        grammar=grammar,
+    )
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
