@@ -33,7 +33,7 @@ from scheduler.stats import Ledger, SchedulerStats, StepStats
 from scheduler.step import Outcome, PendingStep, Share, check_verdict, delta_of, extension_of, load_of
 from scheduler.tables import BlockTables
 from scheduler.throughput import CostCurve
-from scheduler.wire import Delta, Draft, DrafterInfo, FinishReason, Plan, Request, Verdict, VerifierInfo
+from scheduler.wire import Delta, Draft, DrafterInfo, FinishReason, Plan, Request, TokenLogprob, Verdict, VerifierInfo
 
 logger = logging.getLogger(__name__)
 
@@ -337,8 +337,10 @@ class PrefixScheduler:
             outcome.accepted.append(num_accepted)
             outcome.num_round_tokens += len(committed)
         if reason is not None:
-            return self._end(live, reason, share=share, committed=committed, num_accepted=num_accepted)
-        return delta_of(share, committed, num_accepted)
+            return self._end(
+                live, reason, share=share, committed=committed, num_accepted=num_accepted, logprobs=verdict.logprobs
+            )
+        return delta_of(share, committed, num_accepted, logprobs=verdict.logprobs)
 
     def _commit(self, share: Share, verdict: Verdict, stamp: int) -> tuple[tuple[int, ...], FinishReason | None]:
         """Rows first, then tokens: after a stop inside the accepted block the rows past it do not count."""
@@ -388,11 +390,12 @@ class PrefixScheduler:
         share: Share | None = None,
         committed: tuple[int, ...] = (),
         num_accepted: int = 0,
+        logprobs: tuple[TokenLogprob, ...] | None = None,
         error: ServingError | None = None,
     ) -> Delta:
         """The one place where a request leaves, with its last delta."""
         self.ledger.finished[reason.value] += 1
-        delta = delta_of(share, committed, num_accepted, live=live, reason=reason, error=error)
+        delta = delta_of(share, committed, num_accepted, logprobs=logprobs, live=live, reason=reason, error=error)
         self.residency.remove(live)
         return delta
 

@@ -13,7 +13,7 @@ import numpy as np
 from scheduler.drafting import Proposal, StepLoad
 from scheduler.errors import InternalFault, ServingError
 from scheduler.live import Live
-from scheduler.wire import Delta, Extension, FinishReason, Plan, Verdict
+from scheduler.wire import Delta, Extension, FinishReason, Plan, TokenLogprob, Verdict
 
 
 @dataclass(slots=True)
@@ -90,6 +90,8 @@ def check_verdict(share: Share, verdict: Verdict, vocab_size: int) -> None:
         )
     if share.proposal is not None and token_ids[:-1] != tuple(share.proposal.draft.token_ids[:num_accepted].tolist()):
         raise InternalFault("the target accepted other tokens than were drafted")
+    if share.live.request.params.num_logprobs is not None and len(verdict.logprobs or ()) != len(token_ids):
+        raise InternalFault(f"the target gave {len(verdict.logprobs or ())} logprobs for {len(token_ids)} tokens")
     if not 0 <= token_ids[-1] < vocab_size:
         raise InternalFault(f"the target sampled token {token_ids[-1]} outside its vocabulary")
 
@@ -99,11 +101,12 @@ def delta_of(
     committed: tuple[int, ...],
     num_accepted: int,
     *,
+    logprobs: tuple[TokenLogprob, ...] | None = None,
     live: Live | None = None,
     reason: FinishReason | None = None,
     error: ServingError | None = None,
 ) -> Delta:
-    """`live` only for the last delta, which carries the usage."""
+    """`live` only for the last delta, which carries the usage. logprobs: of the verdict, of which the committed are kept."""
     owner = live or (share.live if share else None)
     assert owner is not None
     return Delta(
@@ -116,4 +119,5 @@ def delta_of(
         finish_reason=reason,
         usage=owner.usage if reason is not None else None,
         error=(type(error).__name__, str(error)) if error is not None else None,
+        logprobs=logprobs[: len(committed)] if logprobs is not None else None,
     )

@@ -9,6 +9,9 @@ from scheduler.errors import BadParams
 from scheduler.wire import Request, SamplingParams
 
 _INT64 = 2**63
+_MOST_LOGPROBS = 20
+_MOST_BIAS = 100
+_PENALTIES = (("presence_penalty", -2, 2), ("frequency_penalty", -2, 2), ("repetition_penalty", 0.01, 100))
 
 
 def check_request(request: Request, vocab_size: int) -> None:
@@ -49,3 +52,25 @@ def _check_params(params: SamplingParams, vocab_size: int) -> None:
             raise BadParams(
                 f"stop token {stop_id} is not in the vocabulary, which is 0 to {vocab_size - 1}", "stop_token_ids"
             )
+    if params.min_tokens > 0 and len(set(params.stop_ids)) == vocab_size:
+        raise BadParams("min_tokens leaves no token to draw when every token is a stop token", "min_tokens")
+    _check_logits_changes(params, vocab_size)
+    if params.num_logprobs is not None and not 0 <= params.num_logprobs <= _MOST_LOGPROBS:
+        raise BadParams(f"top_logprobs must be from 0 to {_MOST_LOGPROBS}, not {params.num_logprobs}", "top_logprobs")
+
+
+def _check_logits_changes(params: SamplingParams, vocab_size: int) -> None:
+    """Bounds that also keep every logit finite."""
+    for name, low, high in _PENALTIES:
+        value = getattr(params, name)
+        if not low <= value <= high:
+            raise BadParams(f"{name} must be from {low:g} to {high:g}, not {value}", name)
+    for token, bias in params.logit_bias:
+        if not 0 <= token < vocab_size:
+            raise BadParams(
+                f"logit_bias names token {token}, and the vocabulary is 0 to {vocab_size - 1}", "logit_bias"
+            )
+        if not -_MOST_BIAS <= bias <= _MOST_BIAS:
+            raise BadParams(f"logit_bias must be from -100 to 100, and that of token {token} is {bias}", "logit_bias")
+    if len({token for token, _ in params.logit_bias}) < len(params.logit_bias):
+        raise BadParams("logit_bias names a token twice", "logit_bias")

@@ -9,14 +9,15 @@ logits rows 0..n give p_1..p_{n+1}; the verdict is the accepted prefix of the dr
                max(0, p_k - q_k) renormalised, after n acceptances draw from p_{n+1}. Drafts without q were decided, not
                drawn, and q_k is one-hot; so is a q_k that is not finite. Where the residual has no mass, p_k serves.
 
-In each case the emitted tokens follow p exactly, whatever the drafts and however many of them were admitted. Knows no
+p_k is the law of the logits that the request's parameters make of the target's (penalties.py, min_tokens), with x_1..x_{k-1} as
+output. In each case the emitted tokens follow p exactly, whatever the drafts and however many of them were admitted. Knows no
 drafter, no KV and no stop rule: what a request keeps of a verdict is decided where it is applied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,8 @@ from torch import Tensor
 
 from scheduler.errors import InternalFault
 from scheduler.wire import Extension, Verdict
+from verifier.logprobs import token_logprobs
+from verifier.penalties import Judged, changes_logits, penalise
 from verifier.sampling import SamplingTable, peak, pick, seeded_pick, transform
 
 Ints = npt.NDArray[np.int64]
@@ -68,6 +71,9 @@ class _Batch:
             drafts=np.concatenate([e.token_ids[len(e.token_ids) - e.num_draft :] for e in extensions], dtype=np.int64),
         )
 
+    def drafts_of(self, index: int) -> Ints:
+        return self.drafts[self.first_draft[index] :][: self.num_draft[index]]
+
     @property
     def draft_rows(self) -> Ints:
         """[D] the row that judges each draft."""
@@ -88,8 +94,8 @@ def judge(
     batch = _Batch.build(extensions)
     _refuse_misfits(batch, logits)
     table = SamplingTable.build([e.params for e in extensions], logits.device)
-    logits = _forbid_early_stops(logits, batch)
-    logits = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
+    raw = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
+    logits = _as_asked(raw, batch)
     tops, targets = peak(logits)
     answers = [targets, torch.isfinite(tops).to(torch.int64)]
     if table.any_seeded:
@@ -103,7 +109,7 @@ def judge(
         law = transform(_select(logits, rows), table.take(batch.owner[rows]))
         part = _Batch.build([e for e, chosen in zip(extensions, unseeded, strict=True) if chosen])
         answers += _reject(law, part, generator)
-    return _verdicts(batch, table, torch.cat(answers).cpu().numpy())
+    return _with_logprobs(_verdicts(batch, table, torch.cat(answers).cpu().numpy()), raw, batch)
 
 
 def _refuse_misfits(batch: _Batch, logits: Tensor) -> None:
@@ -118,22 +124,41 @@ def _refuse_misfits(batch: _Batch, logits: Tensor) -> None:
         raise ValueError(f"draft token ids must lie in 0..{logits.shape[1] - 1}")
 
 
-def _forbid_early_stops(logits: Tensor, batch: _Batch) -> Tensor:
-    """-inf at the stop ids in rows before min_tokens; the caller's logits stay as they are."""
+def _as_asked(raw: Tensor, batch: _Batch) -> Tensor:
+    """Logits of the laws that the requests asked for: `raw` itself where nobody asked for anything, else a copy."""
+    changed = [i for i, e in enumerate(batch.extensions) if changes_logits(e.params)]
+    rows, ids = _early_stops(batch, raw.shape[1])
+    if not changed and not rows:
+        return raw
+    logits = raw.clone()
+    penalise(logits, [_judged(batch, i) for i in changed])
+    logits[rows, ids] = -torch.inf
+    return logits
+
+
+def _judged(batch: _Batch, index: int) -> Judged:
+    extension = batch.extensions[index]
+    return Judged(
+        params=extension.params,
+        first_row=int(batch.first_row[index]),
+        drafts=batch.drafts_of(index),
+        history_ids=extension.history_ids,
+        num_output=extension.output_index,
+    )
+
+
+def _early_stops(batch: _Batch, vocab_size: int) -> tuple[list[int], list[int]]:
+    """Rows before min_tokens, and the stop ids that must not be drawn there."""
     rows: list[int] = []
     ids: list[int] = []
     for i, extension in enumerate(batch.extensions):
         params = extension.params
         num_early = min(params.min_tokens - extension.output_index, extension.num_draft + 1)
-        stops = [s for s in params.stop_ids if 0 <= s < logits.shape[1]] if num_early > 0 else []
+        stops = [s for s in params.stop_ids if 0 <= s < vocab_size] if num_early > 0 else []
         for row in range(batch.first_row[i], batch.first_row[i] + max(0, num_early)):
             rows += [row] * len(stops)
             ids += stops
-    if not rows:
-        return logits
-    logits = logits.clone()
-    logits[rows, ids] = -torch.inf
-    return logits
+    return rows, ids
 
 
 def _select(logits: Tensor, rows: Ints) -> Tensor:
@@ -205,7 +230,7 @@ def _verdicts(batch: _Batch, table: SamplingTable, answers: Ints) -> list[Verdic
     rejections = iter(unseeded.reshape(2, -1).T.tolist())
     verdicts = []
     for i, extension in enumerate(batch.extensions):
-        drafts = batch.drafts[batch.first_draft[i] :][: extension.num_draft].tolist()
+        drafts = batch.drafts_of(i).tolist()
         if table.greedy[i] or table.seeded[i]:
             wanted = targets[batch.first_row[i] :][: extension.num_draft + 1].tolist()
             num_accepted = next((k for k, draft in enumerate(drafts) if draft != wanted[k]), len(drafts))
@@ -213,4 +238,18 @@ def _verdicts(batch: _Batch, table: SamplingTable, answers: Ints) -> list[Verdic
         else:
             num_accepted, token = next(rejections)
         verdicts.append(Verdict(extension.request_id, num_accepted, (*drafts[:num_accepted], token)))
+    return verdicts
+
+
+def _with_logprobs(verdicts: list[Verdict], raw: Tensor, batch: _Batch) -> list[Verdict]:
+    """The verdicts of requests that asked for logprobs, with one per emitted token."""
+    asking = [i for i, e in enumerate(batch.extensions) if e.params.num_logprobs is not None]
+    if not asking:
+        return verdicts
+    rows = [int(batch.first_row[i]) + k for i in asking for k in range(len(verdicts[i].token_ids))]
+    token_ids = [token for i in asking for token in verdicts[i].token_ids]
+    num_top = [batch.extensions[i].params.num_logprobs or 0 for i in asking for _ in verdicts[i].token_ids]
+    found = iter(token_logprobs(raw, rows, token_ids, num_top))
+    for i in asking:
+        verdicts[i] = replace(verdicts[i], logprobs=tuple(next(found) for _ in verdicts[i].token_ids))
     return verdicts
