@@ -62,7 +62,7 @@ def build_batch(parts: Sequence[tuple[States, Tensor, int]], decay: float) -> Ba
         n, prompt_len = states.ids.shape[0], states.prompt_len
         ids = states.ids.long()
         # rows after the last anchor are never seen
-        blocks.append(Blocks(states.features[: int(anchors.max())], anchors, ids[anchors], length))
+        blocks.append(Blocks(states.features[: int(anchors.max())], anchors, ids, length))
         targets = anchors.unsqueeze(1) + torch.arange(1, length + 1)
         inside = targets < n
         targets = targets.clamp_max(n - 1)

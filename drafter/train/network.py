@@ -25,11 +25,11 @@ from verifier.layers import Rotary
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of one sequence. anchors: [A] positions, each seeing the context rows before it. anchor_ids: [A]."""
+    """The blocks of one sequence. anchors: [A] positions, each seeing the context rows before it. ids: [n] all its tokens."""
 
     features: Tensor
     anchors: Tensor
-    anchor_ids: Tensor
+    ids: Tensor
     length: int
 
 
@@ -119,17 +119,11 @@ class DraftNetwork(nn.Module):
         max_len: int,
     ) -> None:
         super().__init__()
-        decoder, rank = arch.decoder, arch.markov_rank
-        d, num_ids = decoder.hidden_size, decoder.vocab_size
+        decoder, num_ids = arch.decoder, arch.decoder.vocab_size
         self.arch, self.reduced, self.eps = arch, draft_vocab_ids is not None, decoder.rms_norm_eps
         ids = draft_vocab_ids if draft_vocab_ids is not None else torch.arange(num_ids)
-        self.fc = _Weight(d, len(arch.target_layer_ids) * d)
-        self.hidden_norm, self.norm = _Weight(d), _Weight(d)
-        self.layers = nn.ModuleList(DraftLayer(decoder) for _ in range(decoder.num_layers))
-        if rank:
-            self.markov_head = _MarkovHead(len(ids) + self.reduced, len(ids), rank)
-        if arch.has_confidence:
-            self.confidence_head = _ConfidenceHead(d + (rank if arch.confidence_with_markov else 0))
+        self.norm = _Weight(decoder.hidden_size)
+        self._add_modules(len(ids))
         row_of = torch.full((num_ids,), len(ids), dtype=torch.int64)
         row_of[ids] = torch.arange(len(ids))
         frozen = {
@@ -140,6 +134,15 @@ class DraftNetwork(nn.Module):
         for name, tensor in {**frozen, "draft_vocab_ids": ids, "row_of": row_of}.items():
             self.register_buffer(name, tensor, persistent=False)
         self.rotary = Rotary(decoder, max_len, embed_tokens.dtype, embed_tokens.device)
+
+    def _add_modules(self, num_drafted: int) -> None:
+        arch, rank, d = self.arch, self.arch.markov_rank, self.arch.decoder.hidden_size
+        self.fc, self.hidden_norm = _Weight(d, len(arch.target_layer_ids) * d), _Weight(d)
+        self.layers = nn.ModuleList(DraftLayer(arch.decoder) for _ in range(arch.decoder.num_layers))
+        if rank:
+            self.markov_head = _MarkovHead(num_drafted + self.reduced, num_drafted, rank)
+        if arch.has_confidence:
+            self.confidence_head = _ConfidenceHead(d + (rank if arch.confidence_with_markov else 0))
 
     def initialise(self, generator: torch.Generator, target_norm: Tensor) -> None:
         """Normal weights of std 0.02 as in DeepSpec. The last norm starts as a twentieth of the target's, whose head it feeds:
@@ -221,7 +224,7 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 def _block_ids(blocks: Blocks, mask_token_id: int) -> Tensor:
     """[A L]: the anchor, then masks."""
     ids = torch.full((len(blocks.anchors), blocks.length), mask_token_id, dtype=torch.int64)
-    ids[:, 0] = blocks.anchor_ids
+    ids[:, 0] = blocks.ids[blocks.anchors]
     return ids.flatten()
 
 

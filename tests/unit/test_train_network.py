@@ -111,7 +111,7 @@ def slow_block(network: DraftNetwork, features: Tensor, anchor: int, anchor_id: 
 
 
 def blocks_of(states: States, anchors: Tensor, length: int) -> Blocks:
-    return Blocks(states.features[: int(anchors.max())], anchors, states.ids.long()[anchors], length)
+    return Blocks(states.features[: int(anchors.max())], anchors, states.ids.long(), length)
 
 
 @torch.no_grad()
