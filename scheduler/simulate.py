@@ -50,11 +50,13 @@ class Jump:
 @dataclass(frozen=True, slots=True)
 class Machine:
     """What is simulated. knowledge: the curve that the scheduler is given: `measured` as at a server's start, `exact`, `none`, or
-    a curve itself. speculation: what requests ask for themselves, by request number modulo its length."""
+    a curve itself; believed: the law that it was measured by, where that is not the true one. speculation: what requests ask for
+    themselves, by request number modulo its length. text_classes: requests say what kind of text theirs is."""
 
     law: CostLaw
     noise: Noise = Noise()
     knowledge: str | CostCurve = "measured"
+    believed: CostLaw | None = None
     variable_width: bool = True
     jumps: tuple[Jump, ...] = ()
     speculation: tuple[Speculation | None, ...] = ()
@@ -85,8 +87,7 @@ class Simulation:
         self._jumps = {jump.step: jump for jump in machine.jumps}
         self._jumped_s = 0.0
         max_live = load.most or _OPEN_LOOP_LIVE
-        self._target = SimulatedTarget(machine.law, max_live=max_live, max_request_tokens=2048 + traces.max_output)
-        self._drafter = SimulatedDrafter(machine.law, traces, self._target, variable_width=machine.variable_width)
+        self._target, self._drafter = self._workers(machine.law, max_live)
         config = SchedulerConfig(
             planner=planner,
             max_live=max_live,
@@ -196,15 +197,19 @@ class Simulation:
             seconds *= noise.outlier_factor
         return seconds * math.exp(noise.spread * spread)
 
+    def _workers(self, law: CostLaw, max_live: int) -> tuple[SimulatedTarget, SimulatedDrafter]:
+        target = SimulatedTarget(law, max_live=max_live, max_request_tokens=2048 + self._traces.max_output)
+        return target, SimulatedDrafter(law, self._traces, target, variable_width=self.machine.variable_width)
+
     def _curve(self, config: SchedulerConfig) -> CostCurve | None:
         knowledge = self.machine.knowledge
         if isinstance(knowledge, CostCurve):
             return knowledge
-        sizes = {"max_live": config.max_live, "prefill_chunk": config.prefill_chunk}
+        workers = self._workers(self.machine.believed or self.machine.law, config.max_live)
         if knowledge == "measured":
-            return measured_curve(self._target, self._drafter, **sizes)
+            return measured_curve(*workers, max_live=config.max_live, prefill_chunk=config.prefill_chunk)
         if knowledge == "exact":
-            return exact_curve(self._target, self._drafter, **sizes)
+            return exact_curve(*workers, max_live=config.max_live, prefill_chunk=config.prefill_chunk)
         if knowledge == "none":
             return None
         raise SettingsError(f"knowledge {knowledge!r} is not one of measured, exact, none")

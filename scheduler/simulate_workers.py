@@ -141,18 +141,17 @@ def _measured_work(num_tokens: int, context_len: int) -> StepWork:
 
 
 def measured_curve(
-    target: SimulatedTarget, drafter: SimulatedDrafter | None, *, max_live: int, prefill_chunk: int
+    target: SimulatedTarget, drafter: SimulatedDrafter, *, max_live: int, prefill_chunk: int
 ) -> CostCurve:
     """What a server finds at its start on this machine: the law at the sizes that it tries."""
-    width = drafter.info.width if drafter else 0
     return _finished(
         measure_curve(
             target,
             drafter,
             verifier_info=target.info,
-            drafter_info=drafter.info if drafter else None,
+            drafter_info=drafter.info,
             max_live=max_live,
-            max_step_tokens=prefill_chunk + max_live * (width + 1),
+            max_step_tokens=prefill_chunk + max_live * (drafter.info.width + 1),
         )
     )
 

@@ -1,4 +1,4 @@
-"""The command line: `dspark serve | generate | measure | bench`. Parses flags into settings; errors are one line.
+"""The command line: `dspark serve | generate | measure | bench | simulate`. Parses flags into settings; errors are one line.
 
 Exit status 2: wrong usage or settings. 1: something failed while running.
 """
@@ -14,6 +14,7 @@ from typing import Any
 from scheduler.errors import Rejected, ServingError, SettingsError
 from services.launch import StartFailed, fail, serve_in_process, serve_with_ray
 from services.settings import Settings, load_settings
+from services.simulate import add_simulate
 from services.threads import SPIN_COUNT
 
 # Flag -> key of the settings tree. Everything else is reached by --set.
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dspark", description="Serving with DSpark speculative decoding.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for add in (_add_serve, _add_generate, _add_measure, _add_bench):
+    for add in (_add_serve, _add_generate, _add_measure, _add_bench, add_simulate):
         add(commands)
     return parser
 
