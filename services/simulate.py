@@ -208,7 +208,7 @@ def _ramp(history: Sequence[Step], num_bins: int = 40) -> Ramp:
     busy = rounds > 0
     return Ramp(
         seconds=edges[1:][busy].tolist(),
-        live=(rounds[busy] / total([step.num_rounds > 0 for step in history])[busy]).tolist(),
+        live=(rounds[busy] / total([int(step.num_rounds > 0) for step in history])[busy]).tolist(),
         tokens_per_s=(total([step.num_round_tokens for step in history]) / np.diff(edges))[busy].tolist(),
         budget=(total([step.num_verified for step in history])[busy] / rounds[busy]).tolist(),
     )
