@@ -14,7 +14,7 @@ from typing import Any
 
 from scheduler.errors import SettingsError
 
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 

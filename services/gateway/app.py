@@ -30,6 +30,11 @@ from services.metrics import GatewayMetrics
 
 logger = logging.getLogger(__name__)
 
+_ABOUT = (
+    "An OpenAI-compatible server whose requests are drafted by a DSpark drafter and verified by the target model. "
+    "A parameter that would change an answer is honoured exactly or refused with a 400 that names it."
+)
+
 
 class Gateway:
     """`model` raises SchedulerLost with the reason until the engine is ready."""
@@ -89,7 +94,7 @@ def create_app(scheduler: Scheduler, config: GatewayConfig, *, request_ids: bool
         yield
         await gateway.stop()
 
-    app = FastAPI(title="DSpark Serve", lifespan=lifespan)
+    app = FastAPI(title="DSpark Serve", description=_ABOUT, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     app.state.gateway = gateway
     app.include_router(router)

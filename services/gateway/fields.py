@@ -38,7 +38,7 @@ class SpeculationFields(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    mode: str | None = Field(None, max_length=64, examples=["off"])
+    mode: str | None = Field(None, min_length=1, max_length=64, examples=["off"])
     max_draft_tokens: int | None = Field(None, ge=0, le=1024)
     mark_drafted: bool | None = None
 

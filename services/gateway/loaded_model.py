@@ -30,10 +30,11 @@ class LoadedModel:
     async def prompt_ids(self, chat: ChatRequest) -> list[int]:
         """The conversation as the chat template renders it. Raises BadParams."""
         messages = [message.for_template() for message in chat.messages]
-        variables = chat.chat_template_kwargs or {}
 
         def encode() -> list[int]:
-            return self.named("messages", lambda: self.tokenizer.encode(self.template.render(messages, **variables)))
+            return self.named(
+                "messages", lambda: self.tokenizer.encode(self.template.render(messages, chat.chat_template_kwargs))
+            )
 
         return await in_thread_if_long(sum(len(message["content"]) for message in messages), encode)
 

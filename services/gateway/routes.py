@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from scheduler.errors import ServingError
 from scheduler.stats import SchedulerStats
 from services.gateway import openapi
 from services.gateway.answer import AnswerResponse
+from services.gateway.docs_page import docs_page
 from services.gateway.errors import ModelNotFound, answer_to, error_body, outcome_of
 from services.gateway.exchange import Exchange
 from services.gateway.fields import GenerationFields
@@ -122,6 +123,12 @@ def _model_body(name: str, gateway: Gateway) -> dict[str, Any]:
         "owned_by": "dspark",
         "max_model_len": card.max_model_len,
     }
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> Response:
+    """/openapi.json for people."""
+    return HTMLResponse(docs_page(request.app.openapi()))
 
 
 @router.get("/health", **openapi.HEALTH)

@@ -52,12 +52,14 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise SettingsError(f"model.chat_template: the template does not compile: {error}") from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
         """The prompt text up to where the assistant's answer begins. `variables` are the template's own (`tools`,
         `enable_thinking`); raises BadParams when it cannot make a prompt of the messages."""
         defaults = {"tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            return self._template.render({**defaults, **variables, **self._special_tokens, "messages": messages})
+            return self._template.render(
+                {**defaults, **(variables or {}), **self._special_tokens, "messages": messages}
+            )
         except Exception as error:
             # The template is the model's own; whatever it trips over is in the messages or the variables.
             reason = str(error) or type(error).__name__

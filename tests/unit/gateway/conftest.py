@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from scheduler.errors import SchedulerLost, ServingError
 from scheduler.stats import SchedulerStats
-from scheduler.wire import Delta, FinishReason, Request, Usage
+from scheduler.wire import Delta, FinishReason, Request, TokenLogprob, Usage
 from services.gateway.app import create_app
 from services.gateway.config import GatewayConfig
 from services.model_card import ModelCard
@@ -71,6 +71,12 @@ def card(rust_tokenizer: RustTokenizer) -> ModelCard:
     )
 
 
+def scripted_logprob(token_id: int, num_top: int) -> TokenLogprob:
+    """A made-up but fixed law: every id has its own logprob, and the ids above it are the next most probable."""
+    top = tuple((token_id + step, -0.01 * (token_id % 50) - step) for step in range(num_top))
+    return TokenLogprob(-0.01 * (token_id % 50), top)
+
+
 @dataclass
 class Script:
     """rounds: ids committed per step. failure: raised at submit, or sent as the last delta when `late`.
@@ -85,6 +91,20 @@ class Script:
     step_s: float = 0.0
     hang: bool = False
     cached_tokens: int = 3
+
+
+def collect(chunks: Sequence[dict]) -> dict[int, dict]:
+    """Per choice of a stream: text, logprob entries and finish reason."""
+    found: dict[int, dict] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            entry = found.setdefault(choice["index"], {"text": "", "logprobs": [], "finish_reason": None})
+            assert entry["finish_reason"] is None, "nothing comes after the finish reason"
+            entry["text"] += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            entry["finish_reason"] = choice["finish_reason"]
+            if choice["logprobs"] is not None:
+                entry["logprobs"].append(choice["logprobs"])
+    return found
 
 
 @dataclass
@@ -130,6 +150,9 @@ class ScriptedScheduler:
         self, request: Request, script: Script, index: int, ids: Sequence[int], num_tokens: int, last: bool
     ) -> Delta:
         delta = Delta(request.request_id, tuple(ids))
+        num_top = request.params.num_logprobs
+        if num_top is not None:
+            delta = replace(delta, logprobs=tuple(scripted_logprob(token_id, num_top) for token_id in ids))
         if index:
             delta = replace(delta, is_round=True, num_drafted=7, num_verified=5, num_accepted=max(0, len(ids) - 1))
         if last:
@@ -249,3 +272,8 @@ def events() -> Callable[[str], list[object]]:
         return found
 
     return parse
+
+
+@pytest.fixture
+def choices() -> Callable[[Sequence[dict]], dict[int, dict]]:
+    return collect

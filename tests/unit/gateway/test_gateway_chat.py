@@ -5,41 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from pathlib import Path
 
 import httpx
-import jsonschema
 import openai
 import pytest
 
 from scheduler.wire import FinishReason
 from services.gateway.config import GatewayConfig
-
-
-def nulls_allowed(schema):
-    """The document marks null by `nullable`, which JSON Schema does not know."""
-    if isinstance(schema, list):
-        return [nulls_allowed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    inner = {key: nulls_allowed(value) for key, value in schema.items() if key != "nullable"}
-    return {"anyOf": [inner, {"type": "null"}]} if schema.get("nullable") is True else inner
-
-
-SCHEMAS = nulls_allowed(json.loads((Path(__file__).parents[2] / "data" / "openai_schemas.json").read_text()))
-
-
-def validator(name: str) -> jsonschema.Draft202012Validator:
-    return jsonschema.Draft202012Validator({**SCHEMAS, "$ref": f"#/components/schemas/{name}"})
-
-
-def check_chunk(chunk: dict) -> None:
-    """The document's chunks lack the null of finish_reason."""
-    filled = json.loads(json.dumps(chunk))
-    for choice in filled["choices"]:
-        choice["finish_reason"] = choice["finish_reason"] or "stop"
-    validator("CreateChatCompletionStreamResponse").validate(filled)
-
+from tests.openai_schemas import check_answer, check_chunk
 
 TEXT = "Hello there, naïve café 😀 done."
 
@@ -48,7 +21,7 @@ async def test_unary_body_satisfies_the_openai_schema_and_carries_the_text(bench
     async with bench.serve(make_script(bench.rounds(TEXT))) as (client, scheduler):
         response = await client.post("/v1/chat/completions", json=body())
     answer = response.json()
-    validator("CreateChatCompletionResponse").validate(answer)
+    check_answer(answer)
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
     assert answer["choices"][0]["finish_reason"] == "stop"
     num_prompt, num_answer = len(scheduler.requests[0].prompt_ids), len(bench.ids(TEXT)) + 1
