@@ -28,10 +28,10 @@ from verifier.architecture import Architecture, parse_architecture
 from verifier.weights import expected_shapes
 
 # model_type by the prefix of architectures[0], design by its suffix. DFlash checkpoints carry the DSpark name too.
-_FAMILIES = {"Qwen3": "qwen3", "Llama": "llama", "Qwen2": "qwen2"}
-_SUFFIXES = {"DSparkModel": "dspark", "Eagle3Model": "eagle3", "MTPModel": "mtp"}
+FAMILIES = {"Qwen3": "qwen3", "Llama": "llama", "Qwen2": "qwen2"}
+SUFFIXES = {"DSparkModel": "dspark", "Eagle3Model": "eagle3", "MTPModel": "mtp"}
 # architectures[0] -> (design, model_type)
-DESIGNS = {p + s: (design, family) for s, design in _SUFFIXES.items() for p, family in _FAMILIES.items()}
+DESIGNS = {p + s: (design, family) for s, design in SUFFIXES.items() for p, family in FAMILIES.items()}
 DESIGNS["Eagle3DraftModel"] = ("eagle3", "qwen3")
 HEAD_TYPES = ("vanilla", "gated", "rnn")
 # Published blocks have 3 to 16 slots; a number far above is a mistake that would only show as a very slow start.

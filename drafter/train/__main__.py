@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from drafter.train.designs import KINDS, design_of, published_loss
 from drafter.train.loop import LoopConfig
-from drafter.train.loss import LossConfig
 from drafter.train.optimiser import OptimiserConfig
 from drafter.train.prepare import PrepareConfig, prepare
 from drafter.train.recipe import DrafterShape, RunConfig, export, start_training, train
@@ -73,9 +74,12 @@ def _prepare_options(parser: argparse.ArgumentParser) -> None:
 def _run_options(parser: argparse.ArgumentParser) -> None:
     _shared_options(parser)
     parser.add_argument("--run", type=Path, required=True, help="folder of this run: metrics, state, checkpoint")
-    parser.add_argument("--mask-token-id", type=int, required=True, help="a token id that no text contains")
-    parser.add_argument("--draft-layers", type=int, default=2)
-    parser.add_argument("--block-size", type=int, default=7)
+    parser.add_argument("--kind", choices=KINDS, default="dspark", help="dflash is a DSpark without heads")
+    parser.add_argument(
+        "--mask-token-id", type=int, default=-1, help="a token id that no text contains (dspark, dflash)"
+    )
+    parser.add_argument("--draft-layers", type=int, default=2, help="of dspark and dflash")
+    parser.add_argument("--block-size", type=int, default=0, help="drafted tokens; 0 is 1 for mtp, else 7")
     parser.add_argument("--markov-rank", type=int, default=128)
     parser.add_argument("--draft-vocabulary", type=int, default=6000, help="0 is the target's whole vocabulary")
     parser.add_argument("--steps", type=int, default=1000, help="length of the schedule; may be extended when resuming")
@@ -88,7 +92,7 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--decay-share", type=float, default=0.35, help="last part of the steps in which the rates fall to 0"
     )
-    parser.add_argument("--loss", type=_floats, default=(0.1, 0.9, 0.2, 1.0), help="weights of ce, tv, kl, confidence")
+    parser.add_argument("--loss", type=_floats, help="weights of ce, tv, kl, confidence; default: as published")
 
 
 def _prepare_config(options: argparse.Namespace) -> PrepareConfig:
@@ -107,22 +111,28 @@ def _prepare_config(options: argparse.Namespace) -> PrepareConfig:
 
 
 def _run_config(options: argparse.Namespace) -> RunConfig:
-    ce, tv, kl, confidence = options.loss
+    loss = published_loss(options.kind)
+    if options.loss:
+        ce, tv, kl, confidence = options.loss
+        loss = replace(loss, ce=ce, tv=tv, kl=kl, confidence=confidence)
     shape = DrafterShape(
         target_layer_ids=options.layers,
         mask_token_id=options.mask_token_id,
         num_layers=options.draft_layers,
-        block_size=options.block_size,
+        block_size=options.block_size or (1 if options.kind == "mtp" else 7),
         markov_rank=options.markov_rank,
         draft_vocab_size=options.draft_vocabulary,
+        kind=options.kind,
     )
     loop = LoopConfig(
         total_steps=options.steps,
         minutes=options.minutes,
         positions_per_step=options.positions_per_step,
         evaluate_every=options.evaluate_every,
+        # steps of a chain cost what they are; blocks of random length are for drafters that may be asked for less
+        variable_block=design_of(options.kind) == "dspark",
         seed=options.seed,
-        loss=LossConfig(ce=ce, tv=tv, kl=kl, confidence=confidence),
+        loss=loss,
         optimiser=OptimiserConfig(
             kind=options.optimiser, lr=options.lr, muon_lr=options.muon_lr, decay_share=options.decay_share
         ),

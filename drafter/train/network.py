@@ -201,10 +201,14 @@ class DraftNetwork(nn.Module):
     def checkpoint_tensors(self, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
         """What `write_checkpoint` takes: names and shapes of the DeepSpec format, features read raw."""
         tensors = {name: parameter.detach().to(dtype) for name, parameter in self.named_parameters()}
-        tensors["fc.weight"] = (self.fc.weight * self.feature_scale.float()).to(dtype)
+        tensors |= {name: tensor.to(dtype) for name, tensor in self._folded().items()}
         if self.reduced:
             tensors[VOCABULARY] = self.draft_vocab_ids.to(torch.int32)
         return tensors
+
+    def _folded(self) -> dict[str, Tensor]:
+        """Weights that read raw features instead of scaled ones."""
+        return {"fc.weight": self.fc.weight * self.feature_scale.float()}
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:

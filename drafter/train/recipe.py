@@ -20,6 +20,7 @@ from torch import Tensor
 from drafter.architecture import parse_drafter
 from drafter.checkpoint import write_checkpoint
 from drafter.train.bigrams import bigram_factors
+from drafter.train.designs import architecture_name, chain_keys, design_of, network_class
 from drafter.train.loop import LoopConfig, Training, saved_state
 from drafter.train.network import DraftNetwork
 from drafter.train.states import States, StatesFolder
@@ -29,7 +30,6 @@ from verifier.architecture import read_config
 from verifier.device import resolve_device, resolve_dtype
 from verifier.weights import load_tensors, resolve_model
 
-_FAMILIES = {"llama": "LlamaDSparkModel", "qwen2": "Qwen2DSparkModel", "qwen3": "Qwen3DSparkModel"}
 # Rows of the target's law that the draft vocabulary is chosen from: their mean mass is smoother than counts.
 _LAW_ROWS = 12_000
 _SCALE_SEQUENCES = 48
@@ -37,10 +37,11 @@ _SCALE_SEQUENCES = 48
 
 @dataclass(frozen=True, slots=True)
 class DrafterShape:
-    """num_layers draft layers of the target's own widths; block_size γ; markov_rank 0 is no Markov head.
+    """kind: dspark, dflash (a DSpark without heads), eagle3 or mtp. block_size γ; markov_rank 0 is no Markov head.
 
-    draft_vocab_size: the target's most probable tokens that may be drafted; 0 is all of them.
-    mask_token_id fills the block's slots after the anchor: an id that no text contains.
+    num_layers: draft layers of the target's own widths; eagle3 and mtp have one whatever it says. target_layer_ids: what the
+    states hold; mtp reads the last of them. draft_vocab_size: the target's most probable tokens that may be drafted; 0 is
+    all of them. mask_token_id fills a DSpark block's slots after the anchor: an id that no text contains.
     """
 
     target_layer_ids: tuple[int, ...]
@@ -50,6 +51,11 @@ class DrafterShape:
     markov_rank: int = 128
     confidence: bool = True
     draft_vocab_size: int = 6000
+    kind: str = "dspark"
+
+    @property
+    def has_heads(self) -> bool:
+        return self.kind == "dspark"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,28 +71,33 @@ class RunConfig:
 
 def drafter_config(target: dict[str, Any], shape: DrafterShape, loop: LoopConfig) -> dict[str, Any]:
     """The target's config.json with what makes it a drafter's, as DeepSpec writes it."""
-    family = target.get("model_type")
-    if family not in _FAMILIES:
-        raise SettingsError(f"target: model_type {family!r} has no drafter yet; supported: {', '.join(_FAMILIES)}")
+    name = architecture_name(shape.kind, target.get("model_type"))
     check_capture(shape.target_layer_ids, int(target["num_hidden_layers"]))
     dropped = ("_name_or_path", "_model_name_or_path", "torch_dtype", "quantization_config")
-    return {
+    common = {
         **{key: value for key, value in target.items() if key not in dropped},
-        "architectures": [_FAMILIES[str(family)]],
+        "architectures": [name],
         "num_target_layers": target["num_hidden_layers"],
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+    if design_of(shape.kind) != "dspark":
+        return {**common, **chain_keys(shape.kind, shape.block_size, shape.target_layer_ids)}
+    rank = shape.markov_rank if shape.has_heads else 0
+    confidence = shape.confidence and shape.has_heads
+    return {
+        **common,
         "num_hidden_layers": shape.num_layers,
         "layer_types": ["full_attention"] * shape.num_layers,
         "block_size": shape.block_size,
         "mask_token_id": shape.mask_token_id,
         "num_anchors": loop.anchors_per_sequence,
         "target_layer_ids": list(shape.target_layer_ids),
-        "markov_rank": shape.markov_rank,
-        **({"markov_head_type": "vanilla"} if shape.markov_rank else {}),
-        "enable_confidence_head": shape.confidence,
-        "confidence_head_with_markov": bool(shape.confidence and shape.markov_rank),
-        "tie_word_embeddings": False,
+        "markov_rank": rank,
+        **({"markov_head_type": "vanilla"} if rank else {}),
+        "enable_confidence_head": confidence,
+        "confidence_head_with_markov": bool(confidence and rank),
         "variable_block": loop.variable_block,
-        "dtype": "bfloat16",
     }
 
 
@@ -100,7 +111,7 @@ def build_network(config: RunConfig, folder: StatesFolder) -> DraftNetwork:
         raise SettingsError("target: training computes layers without biases and head norms only (Llama) so far")
     device = resolve_device("cpu")
     dtype = resolve_dtype(config.dtype, device)
-    d, m = arch.decoder.hidden_size, len(arch.target_layer_ids)
+    d, m = arch.decoder.hidden_size, len(config.shape.target_layer_ids)
     for shard in folder.shards:
         if shard.feature_size != m * d:
             raise SettingsError(
@@ -117,7 +128,7 @@ def build_network(config: RunConfig, folder: StatesFolder) -> DraftNetwork:
         vocabulary = choose_vocabulary(_sequences(folder), head, config.shape.draft_vocab_size, stop_ids(target_folder))
         scale = feature_scale(islice(_sequences(folder), _SCALE_SEQUENCES))
     reduced = len(vocabulary) < arch.decoder.vocab_size
-    network = DraftNetwork(
+    network = network_class(config.shape.kind)(
         arch,
         weights["model.embed_tokens.weight"],
         head.index_select(0, vocabulary).contiguous() if reduced else head,

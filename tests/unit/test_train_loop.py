@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafter.checkpoint import load_checkpoint
+from drafter.checkpoint import load_checkpoint, read_drafter
 from drafter.train.__main__ import main
+from drafter.train.designs import KINDS, published_loss
 from drafter.train.loop import DataOrder, LoopConfig, Training, held_out
 from drafter.train.measure import replay_greedy
 from drafter.train.optimiser import OptimiserConfig
@@ -73,7 +74,15 @@ def parameters(training: Training) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in training.network.named_parameters()}
 
 
-def test_resuming_continues_exactly(config: RunConfig, tmp_path: Path) -> None:
+def of_kind(config: RunConfig, kind: str) -> RunConfig:
+    """The same run with another kind of drafter and its published loss."""
+    loop = replace(config.loop, loss=published_loss(kind), variable_block=kind in ("dspark", "dflash"))
+    return replace(config, shape=replace(config.shape, kind=kind), loop=loop)
+
+
+@pytest.mark.parametrize("kind", ["dspark", "eagle3"])
+def test_resuming_continues_exactly(kind: str, config: RunConfig, tmp_path: Path) -> None:
+    config = of_kind(config, kind)
     whole = start_training(config)
     list(whole.train())
     halves = replace(config, run=tmp_path / "halves")
@@ -92,9 +101,11 @@ def test_resuming_continues_exactly(config: RunConfig, tmp_path: Path) -> None:
     assert losses[0] == losses[1] and len(losses[0]) == 6
 
 
-def test_training_raises_the_accepted_length(config: RunConfig) -> None:
+@pytest.mark.parametrize("kind", ["dspark", "eagle3", "mtp"])
+def test_training_raises_the_accepted_length(kind: str, config: RunConfig) -> None:
+    config = of_kind(config, kind)
     learning = replace(
-        config, loop=replace(LOOP, total_steps=120, evaluate_every=60, log_every=20, positions_per_step=300)
+        config, loop=replace(config.loop, total_steps=120, evaluate_every=60, log_every=20, positions_per_step=300)
     )
     training = start_training(learning)
     before = training.evaluate()["held_out"]
@@ -102,7 +113,10 @@ def test_training_raises_the_accepted_length(config: RunConfig) -> None:
     assert after["tau_sampled"] > before["tau_sampled"] + 0.05
     assert after["tau_greedy"] > before["tau_greedy"]
     checkpoint = load_checkpoint(learning.run / "checkpoint", Path(config.target), torch.float32, torch.device("cpu"))
-    assert checkpoint.arch.block_size == 4
+    assert checkpoint.arch.block_size == 4 and checkpoint.arch.kind.startswith(kind)
+    losses = [json.loads(line) for line in (learning.run / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in losses if "loss" in row]
+    assert losses[-1] < losses[0]
 
 
 def test_held_out_prompts_are_never_trained_on(config: RunConfig) -> None:
@@ -174,12 +188,16 @@ def run_arguments(target: Path, states: Path, tmp_path: Path) -> Iterator[list[s
     yield [*arguments, "--run", str(tmp_path / "run"), "--mask-token-id", "0", "--markov-rank", "4"]
 
 
-def test_run_and_export_work_from_the_command_line(run_arguments: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_run_and_export_work_from_the_command_line(kind: str, run_arguments: list[str], tmp_path: Path) -> None:
+    run_arguments += ["--kind", kind]
     run = ["run", *run_arguments, "--steps", "2", "--positions-per-step", "100", "--draft-vocabulary", "30"]
     assert main(run) == 0
     exported = ["export", *run_arguments, "--draft-vocabulary", "30", "--out", str(tmp_path / "out")]
     assert main(exported) == 0
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+    arch = read_drafter(tmp_path / "out")
+    assert (arch.kind.removesuffix("-vanilla"), arch.block_size) == (kind, 1 if kind == "mtp" else 7)
 
 
 @pytest.mark.parametrize(
