@@ -164,8 +164,10 @@ class GatewaySettings(_Section):
     max_choices: int = Field(default=64, ge=1)
     max_timeout_s: float = Field(default=3600.0, ge=0)
     max_wait_s: float = Field(default=0.0, ge=0)
+    tool_format: Literal["auto", "hermes", "llama3_json"] = "auto"
+    reasoning: Literal["auto", "think", "off"] = "auto"
 
-    @field_validator("speculation_metrics", mode="before")
+    @field_validator("speculation_metrics", "reasoning", mode="before")
     @classmethod
     def _yaml_off(cls, value: Any) -> Any:
         return yaml_off(value)

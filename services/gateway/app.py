@@ -27,6 +27,7 @@ from services.gateway.openapi import document
 from services.gateway.routes import router
 from services.gateway.subscription import Scheduler
 from services.metrics import GatewayMetrics
+from services.model_card import ModelCard
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +69,14 @@ class Gateway:
             await asyncio.wait({self._loading})
         await self.client.stop()
 
+    def _loaded(self, card: ModelCard) -> LoadedModel:
+        return LoadedModel.from_card(card, tool_format=self.config.tool_format, reasoning=self.config.reasoning)
+
     async def _load(self, pause_s: float = 0.25) -> None:
         while self._model is None:
             try:
                 card = await self.client.card()
-                self._model = await asyncio.to_thread(LoadedModel.from_card, card)
+                self._model = await asyncio.to_thread(self._loaded, card)
                 self.metrics.model_name = card.name
                 self.loaded.set()
             except ServingError as error:

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 from scheduler.errors import BadParams
 from services.gateway.fields import INT64, MAX_TOP_LOGPROBS, GenerationFields
 from services.gateway.messages import Message
+from services.gateway.tools import MAX_TOOLS, NamedTool, Tool, ToolChoice, ToolUse, named_choice, tool_use
 
 # What the server itself tells the chat template.
 _RESERVED = (
@@ -32,6 +33,14 @@ class ChatRequest(GenerationFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _one_choice(cls, choice: Any) -> str | NamedTool | None:
+        return named_choice(choice)
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -53,7 +62,13 @@ class ChatRequest(GenerationFields):
     def prompt_field(self) -> str:
         return "messages"
 
+    def tool_use(self) -> ToolUse:
+        """Raises BadParams."""
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
     def check_together(self) -> None:
         super().check_together()
+        if self.tool_use().constrains and self.ignore_eos:
+            raise BadParams("ignore_eos: tool calls end where their grammar ends", param="ignore_eos")
         if self.top_logprobs and not self.logprobs:
             raise BadParams("top_logprobs needs logprobs: true", param="top_logprobs")

@@ -18,6 +18,9 @@ class GatewayConfig:
     speculation: what requests may say about their own drafts.
     served_names: further names of the model; the card's own is always served.
     max_choices: prompts times n of one request. max_timeout_s: longest `timeout` a request gets; 0 is no bound.
+    tool_format: how the model writes tool calls: `hermes`, `llama3_json`, or `auto`: as its chat template says, else hermes.
+    reasoning: whether answers may begin with a thought between <think> and </think>: `think`, `off`, or `auto`: as its chat
+        template and tokenizer say.
     max_wait_s: a request without its first token by then is given up with 429; 0 waits until its deadline.
     """
 
@@ -32,3 +35,5 @@ class GatewayConfig:
     max_choices: int = 64
     max_timeout_s: float = 3600.0
     max_wait_s: float = 0.0
+    tool_format: str = "auto"
+    reasoning: str = "auto"

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from scheduler.errors import BadParams
+from services.gateway.structured import StructuredFields
 
 MAX_STOPS = 4
 MAX_TOP_LOGPROBS = 20
@@ -43,7 +44,7 @@ class SpeculationFields(BaseModel):
     mark_drafted: bool | None = None
 
 
-class GenerationFields(BaseModel):
+class GenerationFields(StructuredFields):
     """What both endpoints take. `timeout`: seconds after which the request fails with 504; the deployment caps it.
     priority: higher is admitted earlier and preempted later. text_class: a hint for estimates of acceptance, never a rule.
     """
@@ -140,5 +141,7 @@ class GenerationFields(BaseModel):
         best_of = (self.model_extra or {}).get("best_of")
         if best_of is not None and best_of != self.num_choices:
             raise BadParams("best_of is not supported by this server, except where it equals n", param="best_of")
+        if self.ignore_eos and self.constraint() is not None:
+            raise BadParams("ignore_eos: a constrained answer ends where its grammar ends", param="ignore_eos")
         if self.marks_drafted and self.num_logprobs is None:
             raise BadParams("speculation.mark_drafted needs logprobs", param="speculation.mark_drafted")

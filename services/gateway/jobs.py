@@ -5,27 +5,37 @@ The one place where the parts of a request meet: prompt, sampling values, specul
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from scheduler.errors import BadParams
-from scheduler.wire import Request, SamplingParams, Speculation
+from scheduler.wire import Grammar, Request, SamplingParams, Speculation
 from services.gateway.chat_output import ChatOutput
 from services.gateway.chat_request import ChatRequest
 from services.gateway.choice import Choice
 from services.gateway.completion_output import CompletionOutput
 from services.gateway.completion_request import CompletionRequest
 from services.gateway.config import GatewayConfig
+from services.gateway.dialect import Dialect
 from services.gateway.fields import INT64, GenerationFields
+from services.gateway.grammar import NO_THOUGHT, OPENED, answer_grammar, thought_after
 from services.gateway.loaded_model import LoadedModel
 from services.gateway.message_delta import ContentOnly, MessageParser
+from services.gateway.message_parser import AnswerParser
 from services.gateway.sampling import sampling_params
 from services.gateway.stream import Identity, Output
+from services.gateway.structured import Constraint
 from services.gateway.text_class import text_class
+from services.gateway.tools import ToolUse
 
 NewParser = Callable[[], MessageParser]
+
+# Enough of a prompt to see whether it ends inside a thought.
+_PROMPT_END = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +73,13 @@ class Job:
 async def chat_job(
     chat: ChatRequest, model: LoadedModel, config: GatewayConfig, *, speculation_header: str | None, arrived_s: float
 ) -> Job:
-    prompt_ids = await model.prompt_ids(chat)
-    params = sampling_params(chat, model.card, len(prompt_ids))
+    prompt_ids, use = await model.prompt_ids(chat), chat.tool_use()
+    thought = thought_after(model.dialect, model.tokenizer.decode(prompt_ids[-_PROMPT_END:]))
+    grammar = await _grammar(chat.constraint(), use, model.dialect, thought)
+    params = sampling_params(chat, model.card, len(prompt_ids), grammar=grammar)
+    new_parser: NewParser = ContentOnly
+    if use.callable or model.dialect.thinks:
+        new_parser = partial(AnswerParser, model.dialect, use, opened=thought == OPENED)
     hint = chat.text_class or text_class(chat.messages[-1].content)
     draft = _Draft(chat, config, speculation_header, hint)
     identity = _identity("chatcmpl", chat.model, model)
@@ -75,7 +90,9 @@ async def chat_job(
         logprobs=chat.num_logprobs is not None,
         mark_drafted=chat.marks_drafted,
     )
-    return Job(draft.requests(identity.id, [prompt_ids], [params]), chat.num_choices, chat, model, output, arrived_s)
+    requests = draft.requests(identity.id, [prompt_ids], [params])
+    shown_ids = model.dialect.shown_ids if new_parser is not ContentOnly else frozenset()
+    return Job(requests, chat.num_choices, chat, model, output, arrived_s, new_parser, shown_ids)
 
 
 async def completion_job(
@@ -87,7 +104,8 @@ async def completion_job(
     arrived_s: float,
 ) -> Job:
     prompts = await model.completion_ids(completion)
-    params = [sampling_params(completion, model.card, len(prompt)) for prompt in prompts]
+    grammar = await _grammar(completion.constraint(), ToolUse(), Dialect())
+    params = [sampling_params(completion, model.card, len(prompt), grammar=grammar) for prompt in prompts]
     first = completion.prompts[0]
     draft = _Draft(completion, config, speculation_header, completion.text_class or _hint(first))
     identity = _identity("cmpl", completion.model, model)
@@ -99,6 +117,15 @@ async def completion_job(
     )
     requests = draft.requests(identity.id, prompts, params)
     return Job(requests, completion.num_choices, completion, model, output, arrived_s)
+
+
+async def _grammar(
+    constraint: Constraint | None, use: ToolUse, dialect: Dialect, thought: str = NO_THOUGHT
+) -> Grammar | None:
+    """Compiling may take a while: other streams must not wait for it."""
+    if constraint is None and not use.constrains:
+        return None
+    return await asyncio.to_thread(answer_grammar, constraint, use, dialect, thought=thought)
 
 
 def _hint(prompt: str | list[int]) -> str:

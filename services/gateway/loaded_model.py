@@ -10,8 +10,10 @@ from typing import Any
 from scheduler.errors import BadParams
 from services.gateway.chat_request import ChatRequest
 from services.gateway.completion_request import CompletionRequest
+from services.gateway.dialect import Dialect, dialect_of
 from services.gateway.template import ChatTemplate
 from services.gateway.text import Tokenizer
+from services.gateway.tool_prompt import with_tools
 from services.model_card import ModelCard
 
 _LONG_CHARS = 8192
@@ -22,21 +24,35 @@ class LoadedModel:
     card: ModelCard
     tokenizer: Tokenizer
     template: ChatTemplate
+    dialect: Dialect
 
     @classmethod
-    def from_card(cls, card: ModelCard) -> LoadedModel:
-        return cls(card, Tokenizer(card.tokenizer_json), ChatTemplate(card.chat_template, card.special_tokens))
+    def from_card(cls, card: ModelCard, *, tool_format: str = "auto", reasoning: str = "auto") -> LoadedModel:
+        template = ChatTemplate(card.chat_template, card.special_tokens)
+        dialect = dialect_of(card, tool_format=tool_format, reasoning=reasoning)
+        return cls(card, Tokenizer(card.tokenizer_json), template, dialect)
 
     async def prompt_ids(self, chat: ChatRequest) -> list[int]:
         """The conversation as the chat template renders it. Raises BadParams."""
-        messages = [message.for_template() for message in chat.messages]
+        messages, tools = [message.for_template() for message in chat.messages], chat.tool_use().for_template()
+        variables = self._known(chat.chat_template_kwargs or {})
+        if self.dialect.native_tools:
+            variables["tools"] = tools
+        else:
+            messages = with_tools(messages, tools)
 
         def encode() -> list[int]:
-            return self.named(
-                "messages", lambda: self.tokenizer.encode(self.template.render(messages, chat.chat_template_kwargs))
-            )
+            return self.named("messages", lambda: self.tokenizer.encode(self.template.render(messages, variables)))
 
         return await in_thread_if_long(sum(len(message["content"]) for message in messages), encode)
+
+    def _known(self, variables: dict[str, Any]) -> dict[str, Any]:
+        """Refuses what the template would pass over, but for a thought that would not have come anyway."""
+        for name, value in variables.items():
+            if name not in self.template.variables and not (name in ("enable_thinking", "thinking") and not value):
+                param = f"chat_template_kwargs.{name[:64]}"
+                raise BadParams(f"{param}: the model's chat template has no such variable", param)
+        return dict(variables)
 
     async def completion_ids(self, completion: CompletionRequest) -> list[list[int]]:
         """The ids of every prompt. Raises BadParams."""

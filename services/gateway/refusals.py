@@ -23,22 +23,15 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "typical_p": (1,),
     "use_beam_search": (False,),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    "guided_whitespace_pattern": (),
     "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "truncate_prompt_tokens": (),
 }
 CHAT_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"], []),
     "audio": (),
     "prediction": (),
@@ -55,7 +48,6 @@ COMPLETION_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED,
     "echo": (False,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -39,6 +39,8 @@ def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 
 class ChatTemplate:
+    """`variables`: the names that the template reads."""
+
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
@@ -49,6 +51,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateError as error:
             raise SettingsError(f"model.chat_template: the template does not compile: {error}") from None
 

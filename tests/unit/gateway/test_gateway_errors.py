@@ -254,7 +254,8 @@ async def test_earlier_tool_calls_nested_too_deep_to_read_are_left_as_they_are(b
     call = {"type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "user", "content": "and?"}]
     async with bench.serve(make_script(bench.rounds("Hi"))) as (client, _):
-        assert (await client.post(CHAT, json=body(messages=messages))).status_code == 200
+        found = check_envelope(await client.post(CHAT, json=body(messages=messages)), 400)
+    assert found["code"] == "context_length_exceeded"
 
 
 async def test_a_template_that_refuses_the_messages_is_a_400(bench, make_script, body):
