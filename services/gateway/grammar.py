@@ -115,7 +115,7 @@ class _Rules:
     def _content(self, constraint: Constraint) -> str:
         match constraint.kind:
             case "regex":
-                return regex_to_lark(constraint.text)
+                return f"/{regex_to_lark(constraint.text)}/"
             case "ebnf":
                 return "%lark {\n" + constraint.text + "\n}"
         return f"%json {constraint.text}"
