@@ -19,11 +19,12 @@ ARGUMENTS_KEY = {"hermes": "arguments", "llama3_json": "parameters"}
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """calls: name of the syntax of tool calls. native_tools: the chat template shows tools in that syntax itself. thinks:
-    answers may begin with a thought. special: those of the tags that are special tokens, by their text."""
+    """calls: name of the syntax of tool calls. native_tools: the chat template shows tools in that syntax itself.
+    native_calls: it shows earlier calls and their results. thinks: answers may begin with a thought. special: those of the tags that are special tokens, by their text."""
 
     calls: str = "hermes"
     native_tools: bool = False
+    native_calls: bool = False
     thinks: bool = False
     special: dict[str, int] = field(default_factory=dict)
 
@@ -46,7 +47,7 @@ def dialect_of(card: ModelCard, *, tool_format: str = "auto", reasoning: str = "
     thinks = reasoning == "think" or (reasoning == "auto" and thinks)
     tags = [SYNTAXES[calls].opener, SYNTAXES[calls].closer, *((OPEN, CLOSE) if thinks else ())]
     special = {token["content"]: token["id"] for token in added if token["special"] and token["content"] in tags}
-    return Dialect(calls, native == calls, thinks, special)
+    return Dialect(calls, native == calls, "tool_calls" in card.chat_template, thinks, special)
 
 
 def _native_format(template: str) -> str | None:

@@ -171,8 +171,10 @@ async def test_template_variables_reach_the_template(bench, make_script, body):
     template = "{% if enable_thinking is false %}quiet {% endif %}{{ messages[0].content }}{{ eos_token }}"
     bench.card = type(bench.card)(**fields | {"chat_template": template})
     async with bench.serve(make_script(bench.rounds("Hi"))) as (client, scheduler):
-        await client.post(CHAT, json=body(chat_template_kwargs={"enable_thinking": False, "self": 1}))
+        await client.post(CHAT, json=body(chat_template_kwargs={"enable_thinking": False}))
         await client.post(CHAT, json=body())
+        refused = await client.post(CHAT, json=body(chat_template_kwargs={"self": 1}))
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "chat_template_kwargs.self"
     texts = [bench.tokenizer.decode(list(r.prompt_ids), skip_special_tokens=False) for r in scheduler.requests]
     assert texts == ["quiet Hello<|im_end|>", "Hello<|im_end|>"]
 
