@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from scheduler.admit import Rule, parse_planner
+from scheduler.admit import parse_planner
 from scheduler.config import SchedulerConfig, check_config
 from scheduler.core import PrefixScheduler
 from scheduler.errors import InternalFault, ServingError, ShuttingDown
@@ -107,7 +107,8 @@ class SchedulerActor:
 
     async def snapshot(self) -> SchedulerStats:
         loop = self._started()
-        curve = loop.core.drafting.curve
+        refined = loop.core.drafting.curve
+        curve = refined.base if refined is not None else None
         now = self._clock()
         stats = loop.core.stats()
         return dataclasses.replace(
@@ -212,7 +213,7 @@ class SchedulerActor:
 
     async def _find_curve(self, verifier: VerifierInfo, drafter: DrafterInfo | None) -> CostCurve | None:
         """The saved curve or a fresh one; None, and a note why, when neither can be had: then nothing is trimmed."""
-        if self._curve_path is None and parse_planner(self._config.planner).rule is not Rule.ALGORITHM1:
+        if self._curve_path is None and not parse_planner(self._config.planner).adaptive:
             return None
         key = self._curve_key | _worker_key(verifier, drafter)
         try:

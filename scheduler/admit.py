@@ -4,11 +4,13 @@ Must not know requests, blocks or clocks. Symbols (the paper's): R requests that
 of draft k (0-based) given that its predecessors were accepted, a[r, k] = c[r, 0] ... c[r, k] its survival, l[r] the answer.
 
 Every rule here is non-anticipating: whether draft k of request r is admitted is decided by c[r, :k + 1], which was known before
-token k was sampled, and never by c[r, k + 1:], which depends on that token. Otherwise the output law would be wrong.
+token k was sampled, and never by c[r, k + 1:], which depends on that token. Otherwise the output law would be wrong. Whatever
+looks at the whole curve (`auto`) therefore takes its view of the survivals further down from earlier steps (reference 1.10).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -21,8 +23,17 @@ Seconds = npt.NDArray[np.float64]
 Probabilities = npt.NDArray[np.float64]
 Lengths = npt.NDArray[np.int64]
 
+# Survivals below this are expected as if they were this, so that a rank nobody expected can still show its worth.
+_LEAST_OUTLOOK = 0.01
+# At the optimum a candidate exactly as good as expected is exactly worth its price; rounding must not decide.
+_NEARLY = 1.0 - 1e-6
+_ALL_STOPS = 32
+_INDEX_BITS = 24
+_ONE_BITS = int(np.float32(1.0).view(np.int32))
+
 
 class Rule(StrEnum):
+    AUTO = "auto"
     ALGORITHM1 = "algorithm1"
     FIXED = "fixed"
     THRESHOLD = "threshold"
@@ -37,20 +48,26 @@ class Planner:
     value: float = 0.0
 
     def __str__(self) -> str:
-        return self.rule if self.rule in (Rule.ALGORITHM1, Rule.OFF) else f"{self.rule}:{self.value:g}"
+        return f"{self.rule}:{self.value:g}" if self.rule in (Rule.FIXED, Rule.THRESHOLD) else self.rule
+
+    @property
+    def adaptive(self) -> bool:
+        """It weighs drafts against the cost curve."""
+        return self.rule in (Rule.AUTO, Rule.ALGORITHM1)
 
 
 def parse_planner(text: str) -> Planner:
     """The planner that a setting names; raises SettingsError."""
     rule, colon, value = text.strip().partition(":")
-    if not colon and rule in (Rule.ALGORITHM1, Rule.OFF):
+    if not colon and rule in (Rule.AUTO, Rule.ALGORITHM1, Rule.OFF):
         return Planner(Rule(rule))
     if rule == Rule.FIXED and value.isascii() and value.isdigit() and int(value) >= 1:
         return Planner(Rule.FIXED, int(value))
     if rule == Rule.THRESHOLD and (threshold := _fraction(value)) is not None:
         return Planner(Rule.THRESHOLD, threshold)
     raise SettingsError(
-        f"scheduler.planner {text!r} is not a planner; use algorithm1, fixed:k (k >= 1), threshold:x (x from 0 to 1) or off"
+        f"scheduler.planner {text!r} is not a planner; use auto, algorithm1, fixed:k (k >= 1), "
+        "threshold:x (x from 0 to 1) or off"
     )
 
 
@@ -59,14 +76,15 @@ def admit(
     *,
     confidence: Probabilities,
     caps: Lengths,
-    num_sampling: int,
+    num_sampling: float,
     step_seconds: Seconds | None,
+    outlook: Probabilities | None = None,
 ) -> Lengths:
     """[R] draft tokens to verify, at most caps.
 
-    confidence: [R, W]; NaN counts as 0. caps: [R] drafted tokens that may be verified at all. num_sampling: requests that get a
-    token this step, drafted or not. step_seconds: [caps.sum() + 1] seconds of the whole step with 0, 1, 2 ... draft tokens in
-    it; None when no curve is known, and then nothing is trimmed.
+    confidence: [R, W]; NaN counts as 0. caps: [R] drafted tokens that may be verified at all. num_sampling: tokens that this
+    step emits without these drafts. step_seconds: [caps.sum() + 1] seconds of the whole step with 0, 1, 2 ... draft tokens in
+    it; None when no curve is known, and then nothing is trimmed. outlook: [R * W], for `auto`: see there.
     """
     if planner.rule is Rule.OFF:
         return np.zeros(len(caps), dtype=np.int64)
@@ -76,9 +94,10 @@ def admit(
         return threshold(confidence=confidence, caps=caps, least=planner.value)
     if step_seconds is None:
         return caps.copy()
-    return algorithm1(
-        survival=survivals(confidence=confidence, caps=caps), num_sampling=num_sampling, step_seconds=step_seconds
-    )
+    survival = survivals(confidence=confidence, caps=caps)
+    if planner.rule is Rule.AUTO and outlook is not None:
+        return auto(survival=survival, outlook=outlook, num_sampling=num_sampling, step_seconds=step_seconds)
+    return algorithm1(survival=survival, num_sampling=num_sampling, step_seconds=step_seconds)
 
 
 def survivals(*, confidence: Probabilities, caps: Lengths) -> Probabilities:
@@ -88,21 +107,78 @@ def survivals(*, confidence: Probabilities, caps: Lengths) -> Probabilities:
     return np.cumprod(np.clip(clean, 0.0, 1.0), axis=1)
 
 
-def algorithm1(*, survival: Probabilities, num_sampling: int, step_seconds: Seconds) -> Lengths:
+def algorithm1(*, survival: Probabilities, num_sampling: float, step_seconds: Seconds) -> Lengths:
     """[R] lengths of Algorithm 1: admit by descending survival while expected tokens per second strictly grow.
 
     The break at the first candidate that does not help is what makes the search non-anticipating. Equal survivals go by
     position, so that a prefix is never skipped; zero survivals are no candidates. Needs step_seconds for every candidate.
     """
-    num_requests = len(survival)
-    by_position = survival.T.ravel()
-    order = np.argsort(-by_position, kind="stable")
-    order = order[: np.count_nonzero(by_position > 0.0)]
-    tokens = np.cumsum(np.concatenate(([num_sampling], by_position[order])))
+    order, ranked = _by_rank(survival)
+    tokens = np.cumsum(np.concatenate(([num_sampling], ranked)))
     throughput = tokens / step_seconds[: len(tokens)]
     no_better = throughput[1:] <= throughput[:-1]
     num_admitted = int(no_better.argmax()) if no_better.any() else len(order)
-    return np.bincount(order[:num_admitted] % num_requests, minlength=num_requests)
+    return np.bincount(order[:num_admitted] % len(survival), minlength=len(survival))
+
+
+def auto(*, survival: Probabilities, outlook: Probabilities, num_sampling: float, step_seconds: Seconds) -> Lengths:
+    """[R] lengths of the global optimum over the curve, staircase or not, priced by the past and ranked by the present.
+
+    outlook: [R * W] survivals expected by rank, descending, from information at least two steps old. It gives each rank the
+    least survival with which going on still pays somewhere further down the curve; fresh survivals are admitted in order
+    until the first that falls short. Where they equal the outlook that is the global argmax, reference 1.10's capacity; where
+    they do not, each request's present decides what the past could not know.
+    """
+    order, ranked = _by_rank(survival)
+    if not len(order):
+        return np.zeros(len(survival), dtype=np.int64)
+    falls_short = ranked < least_survivals(
+        outlook=outlook[: len(order)], num_sampling=num_sampling, step_seconds=step_seconds
+    )
+    num_admitted = int(falls_short.argmax()) if falls_short.any() else len(order)
+    return np.bincount(order[:num_admitted] % len(survival), minlength=len(survival))
+
+
+def least_survivals(*, outlook: Probabilities, num_sampling: float, step_seconds: Seconds) -> Probabilities:
+    """[n] what the candidate of each rank must be worth, from the outlook [n] and the curve [> n] alone.
+
+    With P(i) the outlook's sum over the first i ranks and T(i) the seconds with i drafts, the best throughput to be had is
+    X = max (num_sampling + P(i)) / T(i). Candidate i pays if the ranks from i to some j, all scaled as i turned out against the
+    outlook, are worth their time at X: survival_i / outlook_i >= X * min over j of (T(j) - T(i - 1)) / (P(j) - P(i - 1)).
+    """
+    expected = np.maximum(outlook, _LEAST_OUTLOOK)
+    tokens = np.concatenate(([0.0], np.cumsum(expected)))
+    seconds = step_seconds[: len(tokens)]
+    best = ((num_sampling + tokens) / seconds).max()
+    stops = _stops(len(outlook))
+    gain = tokens[stops] - tokens[stops][:, None]
+    price = seconds[stops] - seconds[stops][:, None]
+    ahead = gain > 0.0
+    ratio = np.divide(price, gain, out=np.full_like(gain, np.inf), where=ahead).min(axis=1) * best
+    segment = np.searchsorted(stops, np.arange(len(outlook)), side="right") - 1
+    return ratio[segment] * expected * _NEARLY
+
+
+def _stops(n: int) -> npt.NDArray[np.int64]:
+    """Numbers of drafts, 0 to n, between which prices are compared: all small ones, then about 7 % apart."""
+    if n <= _ALL_STOPS:
+        return np.arange(n + 1)
+    num_far = int(math.log(n / _ALL_STOPS) / math.log(1.07)) + 2
+    far = np.geomspace(_ALL_STOPS, n, num_far).astype(np.int64)
+    return np.unique(np.concatenate((np.arange(_ALL_STOPS), far, [n])))
+
+
+def _by_rank(survival: Probabilities) -> tuple[npt.NDArray[np.int64], Probabilities]:
+    """Candidates (position * R + row) by survival descending, position ascending, and their survivals; zeros left out.
+
+    One integer per candidate holds all three, for a sort of integers is several times faster than a stable one of floats, and
+    no two are equal, so that what comes later in a row cannot change the order of what comes before.
+    """
+    by_position = np.ascontiguousarray(survival.T, dtype=np.float32).ravel()
+    index = np.flatnonzero(by_position > 0.0)
+    bits = by_position[index].view(np.int32).astype(np.int64)
+    order = np.sort((np.int64(_ONE_BITS) - bits << _INDEX_BITS) | index) & ((1 << _INDEX_BITS) - 1)
+    return order, by_position[order].astype(np.float64)
 
 
 def threshold(*, confidence: Probabilities, caps: Lengths, least: float) -> Lengths:

@@ -10,20 +10,22 @@ from scheduler.errors import SettingsError
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """planner: `algorithm1`, `fixed:k`, `threshold:x` or `off`.
+    """planner: `auto`, `algorithm1`, `fixed:k`, `threshold:x` or `off`.
 
     max_live: requests that hold KV blocks at once. max_waiting: queue length beyond which requests are refused.
     prefill_chunk: most prompt tokens computed in one step, over all requests.
+    longest_step_s: prompt chunks are cut so that a step in which others decode takes no longer, by the cost curve; 0 is no limit.
     default_timeout_s: deadline of requests that bring none; 0 is none.
     worker_timeout_s: a draft or verify call that takes longer counts as a lost worker.
     recover_timeout_s: how long requests wait for a lost verifier before they fail.
     stall_timeout_s: without a completed step for so long while work is queued, the health check fails.
     """
 
-    planner: str = "algorithm1"
+    planner: str = "auto"
     max_live: int = 64
     max_waiting: int = 256
     prefill_chunk: int = 256
+    longest_step_s: float = 0.0
     prefix_cache: bool = True
     default_timeout_s: float = 600.0
     check_integrity: bool = False
@@ -36,6 +38,7 @@ _LEAST = {
     "max_live": 1,
     "max_waiting": 0,
     "prefill_chunk": 1,
+    "longest_step_s": 0,
     "default_timeout_s": 0,
     "worker_timeout_s": 0.1,
     "recover_timeout_s": 0,

@@ -57,7 +57,6 @@ class PrefixScheduler:
         self.residency = Residency(config, self._new_tables())
         self._epoch = 0
         self._num_planned = 0
-        self._num_applied = 0
         self._pending: PendingStep | None = None
 
     # -- requests come and go --
@@ -65,11 +64,6 @@ class PrefixScheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.residency.live or self.residency.waiting)
-
-    @property
-    def may_admit(self) -> bool:
-        """The next plan may seat a request, which may share blocks that are absorbed by then."""
-        return self.residency.may_admit
 
     @property
     def max_request_tokens(self) -> int:
@@ -128,10 +122,6 @@ class PrefixScheduler:
         """Raises DrafterLost when they are not an answer to `call`."""
         check_answer(call, drafts, self.verifier.vocab_size)
 
-    def absorbed(self) -> None:
-        """The drafter has written the features of every applied step: their blocks may be shared."""
-        self.residency.tables.cache.horizon = self._num_applied
-
     def plan(self, drafts: Sequence[Draft], now: float) -> Plan:
         """The step to verify. Until `apply` or a loss, asking again gives the same plan."""
         if self._pending is None:
@@ -146,13 +136,12 @@ class PrefixScheduler:
         if [v.request_id for v in verdicts] != [e.request_id for e in pending.plan.extensions]:
             raise InternalFault("the verdicts are not those of the plan")
         self._pending = None
-        self._num_applied = pending.plan.step
         self._observe(pending, verdicts)
         outcome = Outcome()
         deltas = [
             delta
             for share, verdict in zip(pending.shares, verdicts, strict=True)
-            if (delta := self._advance(share, verdict, outcome, pending.plan.step)) is not None
+            if (delta := self._advance(share, verdict, outcome)) is not None
         ]
         self.last_step = self._step_stats(pending, outcome)
         return deltas
@@ -160,12 +149,13 @@ class PrefixScheduler:
     def record(self, step: StepStats) -> None:
         """The last step with its times."""
         self.ledger.record(step)
-        self.drafting.observe_host(step.plan_s + step.apply_s)
+        self.drafting.observe_step(step)
 
     def stats(self) -> SchedulerStats:
         """The counters, and the gauges that are known here."""
         tables = self.residency.tables
         self.ledger.num_gate_probes = self.drafting.num_probes
+        self.ledger.num_untrimmed_plans = self.drafting.num_untrimmed
         return SchedulerStats(
             **self.ledger.counters(self.drafting.width),
             num_live=len(self.residency.live),
@@ -179,6 +169,8 @@ class PrefixScheduler:
             draft_width=self.drafting.width,
             drafter_alive=self.drafting.alive,
             max_request_tokens=self.max_request_tokens,
+            drift=self.drafting.drift,
+            verify_cost_factor=self.drafting.curve.verify_factor if self.drafting.curve else 1.0,
         )
 
     # -- workers come and go --
@@ -187,7 +179,7 @@ class PrefixScheduler:
         """Between steps only; raises SettingsError. Where drafting begins or ends with it, so does a drafter epoch."""
         planner = parse_planner(text)
         was_active = self.drafting.active
-        self.drafting.planner = planner
+        self.drafting.set_planner(planner)
         if self.drafting.active != was_active:
             self._new_epoch()
 
@@ -269,7 +261,7 @@ class PrefixScheduler:
         )
 
     def _make_step(self, drafts: Sequence[Draft], now: float) -> PendingStep:
-        schedule = self.residency.schedule(now)
+        schedule = self.residency.schedule(now, self._prefill_budget())
         self.ledger.num_preemptions += schedule.num_preempted
         self._num_planned += 1
         for live in schedule.admitted:
@@ -277,14 +269,24 @@ class PrefixScheduler:
         shares = [Share(live, n, samples=live.lag == n, is_round=live.decodes) for live, n in schedule.chunks]
         load = load_of(shares)
         proposals = self._attach(shares, drafts)
-        self.drafting.admit(proposals, load)
+        self.drafting.admit(proposals, load, self._num_planned)
         plan = Plan(
             step=self._num_planned,
             extensions=tuple(extension_of(share) for share in shares),
             capture=self.drafting.captures,
         )
         num_drafts = sum(p.num_admitted for p in proposals)
-        return PendingStep(plan, shares, self.drafting.predicted_s(load, num_drafts) if shares else None)
+        predicted_s = self.drafting.predicted_s(load, num_drafts) if shares else None
+        return PendingStep(plan, shares, load.context_len, predicted_s)
+
+    def _prefill_budget(self) -> int:
+        decoding = [live for live in self.residency.live.values() if live.decodes]
+        return self.drafting.prefill_budget(
+            most=self.config.prefill_chunk,
+            longest_s=self.config.longest_step_s,
+            num_decoding=len(decoding),
+            context_len=sum(live.num_computed for live in decoding) / max(1, len(decoding)),
+        )
 
     def _welcome(self, live: Live, now: float) -> None:
         live.epoch = self._epoch
@@ -312,19 +314,19 @@ class PrefixScheduler:
         return proposals
 
     def _room(self, live: Live) -> int:
-        """How many drafted tokens may be verified: the last output token is the target's own, and rows need blocks."""
-        room = min(self.drafting.call.width, live.num_remaining - 1)
+        """How many drafted tokens may be verified: what the request allows, as far as there are blocks for their rows."""
+        room = self.drafting.cap(live)
         while room > 0 and not self.residency.tables.grow(live, live.num_known + room):
             room -= 1
         return room
 
-    def _advance(self, share: Share, verdict: Verdict, outcome: Outcome, stamp: int) -> Delta | None:
+    def _advance(self, share: Share, verdict: Verdict, outcome: Outcome) -> Delta | None:
         live = share.live
         if live.cancelled:
             return self._end(live, FinishReason.CANCELLED)
         try:
             check_verdict(share, verdict, self.verifier.vocab_size)
-            committed, reason = self._commit(share, verdict, stamp)
+            committed, reason = self._commit(share, verdict)
         except Exception as error:
             logger.exception("request %s failed in apply", live.request.request_id)
             return self._fail(live, InternalFault(str(error)))
@@ -336,20 +338,21 @@ class PrefixScheduler:
             outcome.verified.append(share.num_draft)
             outcome.accepted.append(num_accepted)
             outcome.num_round_tokens += len(committed)
+            outcome.tokens_of_class.setdefault(live.request.text_class, []).append(len(committed))
         if reason is not None:
             return self._end(
                 live, reason, share=share, committed=committed, num_accepted=num_accepted, logprobs=verdict.logprobs
             )
         return delta_of(share, committed, num_accepted, logprobs=verdict.logprobs)
 
-    def _commit(self, share: Share, verdict: Verdict, stamp: int) -> tuple[tuple[int, ...], FinishReason | None]:
+    def _commit(self, share: Share, verdict: Verdict) -> tuple[tuple[int, ...], FinishReason | None]:
         """Rows first, then tokens: after a stop inside the accepted block the rows past it do not count."""
         live = share.live
         num_computed = live.num_computed + share.num_tokens + verdict.num_accepted
         committed, reason = commit_all(live, verdict.token_ids)
         live.num_computed = min(num_computed, live.num_known)
         if live.epoch == self._epoch:
-            self.residency.tables.publish(live, stamp if self.drafting.captures else 0)
+            self.residency.tables.publish(live)
         return committed, reason
 
     def _observe(self, pending: PendingStep, verdicts: Sequence[Verdict]) -> None:
@@ -375,6 +378,8 @@ class PrefixScheduler:
             num_round_tokens=outcome.num_round_tokens,
             num_emitted=outcome.num_emitted,
             gate_shut=self.drafting.shut,
+            context_len=pending.context_len,
+            tokens_of_class={name: tuple(counts) for name, counts in outcome.tokens_of_class.items()},
             predicted_s=pending.predicted_s,
         )
 

@@ -1,26 +1,38 @@
 """The drafting half of a step: who is asked for a draft and how wide, and how much of what came back is verified.
 
-Owns what is known of the drafter, the acceptance estimates, the gate and the lookups in the cost curve. Must not know blocks;
-a proposal's `cap` says how many of its tokens have room.
+Owns what is known of the drafter: acceptance estimates, the drift of its confidences, the outlook, the gate, and the lookups in
+the cost curve. Must not know blocks; a proposal's `cap` says how many of its tokens have room. A request's own planner stands
+beside the deployment's: what it fixes is verified whatever it costs, and the rest is weighed with that in the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.admit import Planner, Probabilities, Rule, Seconds, admit, survivals
+from scheduler.admit import Planner, Probabilities, Rule, Seconds, admit, parse_planner, survivals
+from scheduler.drift import ConfidenceDrift, DriftRow, class_index
 from scheduler.errors import DrafterLost
 from scheduler.estimates import AcceptanceEstimates
-from scheduler.gate import Choice, DraftGate
+from scheduler.gate import Choice, DraftGate, Prices
 from scheduler.live import Live
+from scheduler.outlook import Outlook
+from scheduler.refinement import RefinedCurve, tokens_within
+from scheduler.stats import StepStats
 from scheduler.throughput import CostCurve
 from scheduler.wire import Draft, DraftAsk, DrafterInfo
 
 _HOST_MEMORY = 0.05
+# A shut gate is asked again after so many steps, or when someone comes or goes: asking costs a percent of a step.
+_ASK_AGAIN = 8
+# Prompt tokens per step that every longest step allows, so that prompts advance.
+_LEAST_PREFILL = 16
+
+_planner_named = lru_cache(maxsize=256)(parse_planner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +70,29 @@ class StepLoad:
 class Drafting:
     def __init__(self, planner: Planner, info: DrafterInfo | None, curve: CostCurve | None, max_live: int) -> None:
         self.planner = planner
-        self.curve = curve
+        self.curve = RefinedCurve(curve) if curve is not None else None
         self.info: DrafterInfo | None = None
         self.alive = False
         self.gate_state = "off"
         self.shut = False
         self.num_probes = 0
+        self.num_untrimmed = 0
         self.call = DraftCall()
         self._max_live = max_live
         self._last_drafted = np.zeros(max_live, dtype=np.int64)
         self._asked: dict[str, Live] = {}
         self._probe: Live | None = None
         self._stated: Probabilities = np.zeros((0, 0))
+        self._believed: Probabilities = np.zeros((0, 0))
         self._host_s = 0.0
+        self._asleep_until = 0
+        self._num_asleep = 0
         if info is not None:
             self.connect(info)
 
     @property
     def active(self) -> bool:
-        """There is a drafter, and the planner wants one."""
+        """There is a drafter, and the deployment wants one."""
         return self.alive and self.planner.rule is not Rule.OFF
 
     @property
@@ -90,14 +106,24 @@ class Drafting:
 
     @property
     def trim_off_reason(self) -> str:
-        if self.planner.rule is Rule.ALGORITHM1 and self.info is not None and self.curve is None:
+        if self.planner.adaptive and self.info is not None and self.curve is None:
             return "no cost curve"
         return ""
+
+    @property
+    def drift(self) -> tuple[DriftRow, ...]:
+        return self._drift.report() if self.info is not None else ()
+
+    def set_planner(self, planner: Planner) -> None:
+        self.planner = planner
+        self.shut = False
 
     def connect(self, info: DrafterInfo) -> None:
         """The drafter is there, for the first time or again, perhaps another one."""
         if self.info != info:
             self._estimates = AcceptanceEstimates(self._max_live, info.width)
+            self._drift = ConfidenceDrift(info.width)
+            self._outlook = Outlook(self._max_live, info.width)
             self._gate = DraftGate(info.width, variable_width=info.variable_width)
         self.info = info
         self.alive = True
@@ -110,7 +136,8 @@ class Drafting:
     def welcome(self, live: Live, step: int) -> None:
         """`live` has just got its slot."""
         if self.info is not None:
-            self._estimates.reset(live.slot)
+            self._estimates.reset(live.slot, class_index(live.request.text_class))
+            self._outlook.forget(live.slot)
         self._last_drafted[live.slot] = step
 
     def choose(self, residents: Sequence[Live], *, epoch: int, step: int, backlog: int) -> DraftCall:
@@ -118,16 +145,22 @@ class Drafting:
         self._asked.clear()
         self._probe = None
         self.call = DraftCall()
-        self.shut = False
         if not self.active:
+            self.shut = False
             self.gate_state = "off"
             return self.call
+        if self.shut and step < self._asleep_until and len(residents) == self._num_asleep:
+            return self.call
+        self.shut = False
         decoding = [live for live in residents if live.decodes]
         candidates = [live for live in decoding if self._may_draft(live, epoch)]
         if candidates:
             context_len = sum(live.num_computed for live in decoding) / len(decoding)
             load = StepLoad(len(decoding) + backlog, len(decoding), context_len)
-            self.call = self._call(candidates, self._choice(candidates, load, step), step)
+            self._ask(candidates, self._choice(candidates, load, step), step)
+        if self.shut:
+            self._asleep_until = min(step + _ASK_AGAIN, self._gate.next_probe)
+            self._num_asleep = len(residents)
         return self.call
 
     def propose(self, live: Live, draft: Draft, cap: int) -> Proposal | None:
@@ -136,22 +169,37 @@ class Drafting:
             return None
         return Proposal(live, draft, cap, probe=live is self._probe)
 
-    def admit(self, proposals: Sequence[Proposal], load: StepLoad) -> None:
-        """Sets how many tokens of each are verified."""
+    def admit(self, proposals: Sequence[Proposal], load: StepLoad, step: int) -> None:
+        """Sets how many tokens of each are verified: first what planners fix, then what is weighed, with that in the step."""
         if not proposals:
             return
+        slots = _slots([p.live for p in proposals])
         caps = np.array([p.cap for p in proposals], dtype=np.int64)
         self._stated = self._confidence(proposals)
-        lengths = admit(
-            self.planner,
-            confidence=self._filled_in(proposals),
-            caps=caps,
-            num_sampling=load.num_sampling,
-            step_seconds=self._step_seconds(load, int(caps.sum()) + 1),
-        )
-        for proposal, length in zip(proposals, lengths.tolist(), strict=True):
-            # A probe that verified nothing would have found nothing. It was chosen before its tokens were drawn.
-            proposal.num_admitted = max(length, 1) if proposal.probe else length
+        self._believed = self._filled_in(self._drift.correct(self._stated, self._groups(proposals)), slots)
+        rows_of: dict[Planner, list[int]] = {}
+        for row, proposal in enumerate(proposals):
+            rows_of.setdefault(self._planner_of(proposal.live), []).append(row)
+        more_tokens, more_emitted = 0, 0.0
+        for planner in sorted(rows_of, key=lambda planner: (planner.adaptive, planner.rule)):
+            rows = np.array(rows_of[planner])
+            if planner.adaptive and self.curve is None:
+                self.num_untrimmed += 1
+            lengths = admit(
+                planner,
+                confidence=self._believed[rows],
+                caps=caps[rows],
+                num_sampling=load.num_sampling + more_emitted,
+                step_seconds=self._step_seconds(load, more_tokens, int(caps[rows].sum()) + 1),
+                outlook=self._expected(slots[rows], caps[rows], step) if planner.rule is Rule.AUTO else None,
+            )
+            for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+                # A probe that verified nothing would have found nothing. It was chosen before its tokens were drawn.
+                proposals[row].num_admitted = max(length, 1) if proposals[row].probe else length
+            more_tokens += int(lengths.sum())
+            if len(rows_of) > 1:
+                more_emitted += float(survivals(confidence=self._believed[rows], caps=lengths).sum())
+        self._outlook.remember(slots, step, np.cumprod(self._believed, axis=1))
 
     def predicted_s(self, load: StepLoad, num_drafts: int) -> float | None:
         """Seconds of draft + verify according to the curve."""
@@ -167,46 +215,113 @@ class Drafting:
         self._estimates.tick()
         if not proposals:
             return
+        num_verified = np.array([p.num_admitted for p in proposals])
+        accepted = np.asarray(num_accepted)
         self._estimates.observe(
             slots=_slots([p.live for p in proposals]),
             num_drafted=np.array([p.num_drafted for p in proposals]),
-            num_verified=np.array([p.num_admitted for p in proposals]),
-            num_accepted=np.asarray(num_accepted),
-            confidence=self._stated,
+            num_verified=num_verified,
+            num_accepted=accepted,
+            confidence=np.where(np.isnan(self._stated), np.nan, self._believed),
         )
-        for proposal, accepted in zip(proposals, num_accepted, strict=True):
+        self._drift.observe(
+            groups=self._groups(proposals),
+            stated=self._stated,
+            believed=self._believed,
+            num_verified=num_verified,
+            num_accepted=accepted,
+        )
+        for proposal, count in zip(proposals, num_accepted, strict=True):
             if proposal.probe:
-                self._gate.probed(step, success=accepted > 0)
+                self._gate.probed(step, success=count > 0)
 
-    def observe_host(self, seconds: float) -> None:
-        """Seconds of the last step outside the models: they pass whatever is verified."""
-        self._host_s += _HOST_MEMORY * (seconds - self._host_s)
+    def observe_step(self, step: StepStats) -> None:
+        """What the last step took. Host seconds pass whatever is verified."""
+        self._host_s += _HOST_MEMORY * (step.host_s - self._host_s)
+        if self.curve is not None:
+            self.curve.observe(
+                num_tokens=step.num_tokens,
+                context_len=step.context_len,
+                verify_s=step.verify_s,
+                num_drafting=step.num_drafting,
+                width=step.width,
+                draft_s=step.draft_s,
+            )
+
+    def prefill_budget(self, *, most: int, longest_s: float, num_decoding: int, context_len: float) -> int:
+        """Prompt tokens that may join the next step so that it takes at most longest_s, as far as the curve knows."""
+        if self.curve is None or longest_s <= 0.0 or num_decoding == 0:
+            return most
+        left_s = longest_s - self._draft_s() - self._host_s
+        room = tokens_within(self.curve, seconds=left_s, num_tokens=num_decoding, most=most, context_len=context_len)
+        return min(most, max(_LEAST_PREFILL, room))
+
+    def _planner_of(self, live: Live) -> Planner:
+        wish = live.request.speculation
+        return _planner_named(wish.planner) if wish is not None and wish.planner else self.planner
 
     def _may_draft(self, live: Live, epoch: int) -> bool:
         """More than one token is still to come, and its context is one that the drafter has, and can have."""
         assert self.info is not None
-        return live.num_remaining > 1 and live.epoch == epoch and live.num_computed <= self.info.max_len
+        able = live.num_remaining > 1 and live.epoch == epoch and live.num_computed <= self.info.max_len
+        return able and (live.request.speculation is None or self._cap(live) > 0)
+
+    def _cap(self, live: Live) -> int:
+        """Most drafted tokens that may be verified for it in a round; the last output token is the target's own."""
+        cap = live.num_remaining - 1
+        wish = live.request.speculation
+        if wish is None:
+            return cap
+        if self._planner_of(live).rule is Rule.OFF:
+            return 0
+        return cap if wish.max_draft_tokens is None else min(cap, wish.max_draft_tokens)
+
+    def cap(self, live: Live) -> int:
+        """The same within the width that was asked for."""
+        return min(self._cap(live), self.call.width)
+
+    def _wanted(self, live: Live) -> int | None:
+        """The width that its planner fixes; None where the gate is to decide."""
+        assert self.info is not None
+        planner = self._planner_of(live)
+        if planner.adaptive and self.curve is not None:
+            return None
+        width = self.info.width
+        if planner.rule is Rule.FIXED and self.info.variable_width:
+            width = min(width, int(planner.value))
+        return min(width, self._cap(live)) if self.info.variable_width else width
 
     def _choice(self, candidates: Sequence[Live], load: StepLoad, step: int) -> Choice:
+        """Who of the candidates drafts: those whose planner says so, and of the others those that pay beside them."""
         assert self.info is not None
-        everyone = np.arange(len(candidates))
-        if self.planner.rule is Rule.FIXED and self.info.variable_width:
-            return Choice(everyone, min(int(self.planner.value), self.info.width))
-        if self.planner.rule is not Rule.ALGORITHM1 or self.curve is None:
-            return Choice(everyone, self.info.width)
-        slots = _slots(candidates)
-        caps = np.array([live.num_remaining - 1 for live in candidates])
-        verify_s = self.curve.verify_seconds(load.num_tokens, len(candidates) * self.info.width + 1, load.context_len)
-        return self._gate.choose(
+        widths = [self._wanted(live) for live in candidates]
+        fixed = np.array([row for row, width in enumerate(widths) if width is not None], dtype=np.int64)
+        fixed_width = max((width for width in widths if width is not None), default=0)
+        if len(fixed) == len(candidates):
+            return Choice(fixed, fixed_width)
+        weighed = np.array([row for row, width in enumerate(widths) if width is None], dtype=np.int64)
+        assert self.curve is not None
+        slots = _slots([candidates[row] for row in weighed])
+        caps = np.array([self._cap(candidates[row]) for row in weighed])
+        first = load.num_tokens + len(fixed) * fixed_width
+        verify_s = self.curve.verify_seconds(first, len(weighed) * self.info.width + 1, load.context_len)
+        table = self.curve.draft_table(len(candidates), self.info.width)
+        choice = self._gate.choose(
             step=step,
             survival=survivals(confidence=self._estimates.rates(slots), caps=caps),
             idle_steps=step - self._last_drafted[slots],
-            num_sampling=load.num_sampling,
-            verify_seconds=verify_s + self._host_s,
-            draft_seconds=self.curve.draft_table(len(candidates), self.info.width),
+            prices=Prices(
+                num_sampling=load.num_sampling,
+                verify_seconds=verify_s + self._host_s,
+                draft_seconds=_beside(table, len(fixed), fixed_width),
+                looks_ahead=self.planner.rule is Rule.AUTO,
+            ),
         )
+        probe = int(weighed[choice.probe]) if choice.probe >= 0 else choice.probe
+        rows = np.sort(np.concatenate((fixed, weighed[choice.rows])))
+        return Choice(rows, max(choice.width, fixed_width), probe=probe, shut=choice.shut and not len(fixed))
 
-    def _call(self, candidates: Sequence[Live], choice: Choice, step: int) -> DraftCall:
+    def _ask(self, candidates: Sequence[Live], choice: Choice, step: int) -> None:
         assert self.info is not None
         chosen = [candidates[row] for row in choice.rows]
         self.shut = choice.shut
@@ -215,14 +330,14 @@ class Drafting:
             self._probe = candidates[choice.probe]
             self.num_probes += 1
         if not chosen:
-            return DraftCall()
+            return
         width = choice.width
         if self.info.variable_width:
-            width = min(width, max(live.num_remaining for live in chosen) - 1)
+            width = min(width, max(self._cap(live) for live in chosen))
         for live in chosen:
             self._asked[live.request.request_id] = live
             self._last_drafted[live.slot] = step
-        return DraftCall(tuple(live.ask(with_tokens=self.info.needs_tokens) for live in chosen), width)
+        self.call = DraftCall(tuple(live.ask(with_tokens=self.info.needs_tokens) for live in chosen), width)
 
     def _confidence(self, proposals: Sequence[Proposal]) -> Probabilities:
         """[R, width] as the drafts state it; NaN past their ends, and where the drafter states none."""
@@ -232,19 +347,25 @@ class Drafting:
                 confidence[row, : proposal.num_drafted] = proposal.draft.confidence
         return confidence
 
-    def _filled_in(self, proposals: Sequence[Proposal]) -> Probabilities:
-        """The stated confidences, with the running estimates for drafts that state none."""
-        without = [row for row, proposal in enumerate(proposals) if proposal.draft.confidence is None]
-        if not without:
-            return self._stated
-        confidence = self._stated.copy()
-        confidence[without] = self._estimates.rates(_slots([proposals[row].live for row in without]))
-        return confidence
+    def _filled_in(self, confidence: Probabilities, slots: npt.NDArray[np.int64]) -> Probabilities:
+        """With the running estimates for drafts that state nothing at all."""
+        if self.info is not None and self.info.has_confidence:
+            return confidence
+        return self._estimates.rates(slots)
 
-    def _step_seconds(self, load: StepLoad, count: int) -> Seconds | None:
+    def _groups(self, proposals: Sequence[Proposal]) -> npt.NDArray[np.int64]:
+        requests = [p.live.request for p in proposals]
+        return np.array([2 * class_index(r.text_class) + r.params.greedy for r in requests], dtype=np.int64)
+
+    def _expected(self, slots: npt.NDArray[np.int64], caps: npt.NDArray[np.int64], step: int) -> Probabilities:
+        usual = survivals(confidence=self._estimates.rates(slots), caps=caps)
+        return self._outlook.profile(slots, step, caps=caps, width=self.width, otherwise=usual)
+
+    def _step_seconds(self, load: StepLoad, more_tokens: int, count: int) -> Seconds | None:
         if self.curve is None:
             return None
-        return self.curve.verify_seconds(load.num_tokens, count, load.context_len) + (self._draft_s() + self._host_s)
+        seconds = self.curve.verify_seconds(load.num_tokens + more_tokens, count, load.context_len)
+        return seconds + (self._draft_s() + self._host_s)
 
     def _draft_s(self) -> float:
         assert self.curve is not None
@@ -262,6 +383,14 @@ def check_answer(call: DraftCall, drafts: Sequence[Draft], vocab_size: int) -> N
     token_ids = np.concatenate([d.token_ids for d in drafts])
     if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
         raise DrafterLost("the drafter drafted a token outside the target's vocabulary")
+
+
+def _beside(table: Seconds, num_fixed: int, fixed_width: int) -> Seconds:
+    """[n, w] seconds of a draft when n more requests draft w tokens beside `num_fixed` that draft `fixed_width`."""
+    if num_fixed == 0:
+        return table
+    widths = np.maximum(np.arange(table.shape[1]), fixed_width)
+    return table[num_fixed:, widths]
 
 
 def _slots(lives: Sequence[Live]) -> npt.NDArray[np.int64]:

@@ -2,8 +2,9 @@
 
 Uses finished rounds only, so nothing decided with it can anticipate a token. Must not know costs.
 
-A request's estimate leans on the global one until it has evidence of its own, and the global one starts at certainty: a drafter
-that is always right is never doubted, and one that is not is found out within a few rounds.
+A request's estimate leans on that of its text class until it has evidence of its own, the class's on everyone's, and
+everyone's starts at certainty: a drafter that is always right is never doubted, and one that is not is found out within a few
+rounds.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.admit import Lengths, Probabilities
+from scheduler.drift import TEXT_CLASSES
 
 _PRIOR_TRIALS = 4.0
-_GLOBAL_MEMORY = 128.0
+_CLASS_PRIOR_TRIALS = 16.0
+_SHARED_MEMORY = 128.0
 _STEP_DECAY = 0.98
 
 
@@ -25,11 +28,16 @@ class AcceptanceEstimates:
         self.width = width
         self._trials = np.zeros((num_slots, width))
         self._hits = np.zeros((num_slots, width))
+        self._class_of = np.zeros(num_slots, dtype=np.int64)
+        self._class_trials = np.zeros((len(TEXT_CLASSES), width))
+        self._class_hits = np.zeros((len(TEXT_CLASSES), width))
         self._all_trials = np.zeros(width)
         self._all_hits = np.zeros(width)
 
-    def reset(self, slot: int) -> None:
+    def reset(self, slot: int, text_class: int = 0) -> None:
+        """The slot has a new owner, of that index in TEXT_CLASSES."""
         self._trials[slot] = self._hits[slot] = 0.0
+        self._class_of[slot] = text_class
 
     def tick(self) -> None:
         """A step has passed: what a request showed counts a little less."""
@@ -39,7 +47,9 @@ class AcceptanceEstimates:
     def rates(self, slots: npt.NDArray[np.int64]) -> Probabilities:
         """[len(slots), width]"""
         everyone = (self._all_hits + _PRIOR_TRIALS) / (self._all_trials + _PRIOR_TRIALS)
-        return (self._hits[slots] + _PRIOR_TRIALS * everyone) / (self._trials[slots] + _PRIOR_TRIALS)
+        alike = (self._class_hits + _CLASS_PRIOR_TRIALS * everyone) / (self._class_trials + _CLASS_PRIOR_TRIALS)
+        prior = _PRIOR_TRIALS * alike[self._class_of[slots]]
+        return (self._hits[slots] + prior) / (self._trials[slots] + _PRIOR_TRIALS)
 
     def observe(
         self,
@@ -65,6 +75,17 @@ class AcceptanceEstimates:
         hits = trials * outcome
         self._trials[slots] += trials
         self._hits[slots] += hits
-        keep = (1.0 - 1.0 / _GLOBAL_MEMORY) ** trials.sum(axis=0)
-        self._all_trials = self._all_trials * keep + trials.sum(axis=0)
-        self._all_hits = self._all_hits * keep + hits.sum(axis=0)
+        by_class = np.zeros_like(self._class_trials), np.zeros_like(self._class_hits)
+        np.add.at(by_class[0], self._class_of[slots], trials)
+        np.add.at(by_class[1], self._class_of[slots], hits)
+        self._class_trials, self._class_hits = _fading(self._class_trials, self._class_hits, *by_class)
+        self._all_trials, self._all_hits = _fading(
+            self._all_trials, self._all_hits, trials.sum(axis=0), hits.sum(axis=0)
+        )
+
+
+def _fading(
+    trials: Probabilities, hits: Probabilities, new_trials: Probabilities, new_hits: Probabilities
+) -> tuple[Probabilities, Probabilities]:
+    keep = (1.0 - 1.0 / _SHARED_MEMORY) ** new_trials
+    return trials * keep + new_trials, hits * keep + new_hits

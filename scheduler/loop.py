@@ -125,10 +125,9 @@ class ServingLoop:
         self._emit(self.core.expire(self._clock()))
 
     async def _draft(self, call: DraftCall) -> list[Draft]:
-        """The drafts asked for. Features are absorbed with them; without asks, when someone comes who might share their
-        blocks, when there is nothing else to do, or when many have piled up."""
-        hurry = self.core.may_admit or not self.core.has_work or self.drafter.overflows
-        if not call.asks and not (self.drafter.holds_features and hurry):
+        """The drafts asked for. Features are absorbed with them; without asks, when there is nothing else to do or when many
+        have piled up."""
+        if not call.asks and not self.drafter.overflows and (self.core.has_work or not self.drafter.holds_features):
             return []
         try:
             drafts = await self.drafter.propose(call)
@@ -136,7 +135,6 @@ class ServingLoop:
         except Exception as error:
             self._lose_drafter(error)
             return []
-        self.core.absorbed()
         return drafts
 
     async def _verify(self, plan: Plan) -> list[Verdict] | None:

@@ -1,7 +1,8 @@
 """Owns which full blocks hold which tokens, so that a later request can start where an earlier one has been.
 
 Must not know requests. One block table serves both caches of the workers, so a hit restores the target's KV and the drafter's
-context together; a block is therefore matched only once the drafter has absorbed its rows (`stamp` <= `horizon`).
+context together. The drafter may not have written a block's rows yet when the block is matched, or taken by another: it writes
+in the order of the steps, and before it drafts for anyone.
 
 A cached block is held by the cache (one reference) and by the live requests whose tables contain it:
 
@@ -34,7 +35,6 @@ class Entry:
     parent: int
     tokens: bytes
     block: int
-    stamp: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,6 @@ class PrefixCache:
         self._by_block: dict[int, Entry] = {}
         self._idle: OrderedDict[int, Entry] = OrderedDict()
         self._last_name = ROOT
-        self.horizon = 0
 
     @property
     def num_cached(self) -> int:
@@ -76,14 +75,14 @@ class PrefixCache:
         for first in range(0, (len(token_ids) - 1) // size * size, size):
             # The tokens are the dictionary's key: a hit has compared them, a colliding hash cannot pass for one.
             entry = self._entries.get((name, token_ids[first : first + size].tobytes()))
-            if entry is None or entry.stamp > self.horizon:
+            if entry is None:
                 break
             blocks.append(entry.block)
             name = entry.name
             self._hold(entry)
         return Match(tuple(blocks), name)
 
-    def insert(self, parent: int, tokens: bytes, block: int, stamp: int) -> tuple[int, int]:
+    def insert(self, parent: int, tokens: bytes, block: int) -> tuple[int, int]:
         """Makes `block`, held by the caller, the cached block of `tokens` after `parent`; returns (name, block).
 
         Where the tokens are cached already the caller's block is given back and the cached one, held for him, returned.
@@ -91,7 +90,7 @@ class PrefixCache:
         entry = self._entries.get((parent, tokens))
         if entry is None:
             self._last_name += 1
-            entry = Entry(self._last_name, parent, tokens, block, stamp)
+            entry = Entry(self._last_name, parent, tokens, block)
             self._entries[(parent, tokens)] = entry
             self._by_block[block] = entry
             self._allocator.share(block)

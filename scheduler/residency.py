@@ -85,9 +85,8 @@ class Residency:
             backlog += self.waiting.head.lag
         return min(backlog, self._config.prefill_chunk)
 
-    def schedule(self, now: float) -> Schedule:
-        """Everyone's known tokens for this step, oldest first, each with its blocks."""
-        budget = self._config.prefill_chunk
+    def schedule(self, now: float, budget: int) -> Schedule:
+        """Everyone's known tokens for this step, oldest first, each with its blocks. budget: prompt tokens at most."""
         num_preempted = 0
         chunks: list[Chunk] = []
         for live in list(self.live.values()):

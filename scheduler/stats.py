@@ -6,8 +6,11 @@ Ratios are for the reader: every ratio worth having is two counters here (accept
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
+
+from scheduler.drift import DriftRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,7 @@ class StepStats:
     num_tokens: everything the target ran: prefill, last tokens and drafts.
     draft_s, verify_s: inside the models' calls. plan_s: choosing who drafts, and the plan. apply_s: committing and emitting.
     predicted_s: what the cost curve said for draft + verify; None without a curve.
+    context_len: tokens before each token of the step, on average. tokens_of_class: tokens that each round committed.
     """
 
     step: int
@@ -35,6 +39,8 @@ class StepStats:
     num_emitted: int
     gate_shut: bool
     predicted_s: float | None
+    context_len: float = 0.0
+    tokens_of_class: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     draft_s: float = 0.0
     plan_s: float = 0.0
     verify_s: float = 0.0
@@ -61,6 +67,10 @@ class SchedulerStats:
         the target and committed. num_round_tokens: tokens committed by rounds (accepted drafts and the target's own);
         num_emitted_tokens adds the first token of each answer.
     verify_budget_sum / verify_budget_count: tokens verified per request and round (drafts + the request's own one).
+    rounds_of_class, round_tokens_of_class: rounds and their tokens by the requests' text class; "" is unknown.
+    drift: how confidences compare with what was accepted, by text class and position.
+    num_untrimmed_plans: plans that admitted every draft because there was no cost curve. verify_cost_factor: seconds of steps
+        now over what the saved curve says.
     finished: by finish reason; failed: by error class; rejected: by error class, never started.
     predicted_s, measured_s: sums of draft + verify seconds over the steps that had a prediction.
     queue_s / num_admitted: seconds between arrival and first KV block. trim_off_reason: why no draft is trimmed, or "".
@@ -87,6 +97,9 @@ class SchedulerStats:
     num_preemptions: int = 0
     num_admitted: int = 0
     queue_s: float = 0.0
+    rounds_of_class: dict[str, int] = field(default_factory=dict)
+    round_tokens_of_class: dict[str, int] = field(default_factory=dict)
+    drift: tuple[DriftRow, ...] = ()
     finished: dict[str, int] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
     rejected: dict[str, int] = field(default_factory=dict)
@@ -98,6 +111,7 @@ class SchedulerStats:
     measured_s: float = 0.0
     num_gate_shut_steps: int = 0
     num_gate_probes: int = 0
+    num_untrimmed_plans: int = 0
     num_drafter_losses: int = 0
     num_verifier_losses: int = 0
 
@@ -117,6 +131,7 @@ class SchedulerStats:
     verifier_alive: bool = False
     last_step_age_s: float = 0.0
     max_request_tokens: int = 0
+    verify_cost_factor: float = 1.0
 
 
 @dataclass(slots=True)
@@ -144,11 +159,14 @@ class Ledger:
     measured_s: float = 0.0
     num_gate_shut_steps: int = 0
     num_gate_probes: int = 0
+    num_untrimmed_plans: int = 0
     num_drafter_losses: int = 0
     num_verifier_losses: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
+    rounds_of_class: Counter[str] = field(default_factory=Counter)
+    round_tokens_of_class: Counter[str] = field(default_factory=Counter)
     verified_lengths: Counter[int] = field(default_factory=Counter)
     accepted_lengths: Counter[int] = field(default_factory=Counter)
 
@@ -161,6 +179,9 @@ class Ledger:
         self.num_step_tokens += step.num_tokens
         self.num_prefill_tokens += step.num_prefill_tokens
         self.num_gate_shut_steps += step.gate_shut
+        for name, counts in step.tokens_of_class.items():
+            self.rounds_of_class[name] += len(counts)
+            self.round_tokens_of_class[name] += sum(counts)
         self.verified_lengths.update(step.verified_lengths)
         self.accepted_lengths.update(step.accepted_lengths)
         self.draft_s += step.draft_s
@@ -184,6 +205,8 @@ class Ledger:
             "accepted_at": _at_least(self.accepted_lengths, width),
             "verify_budget_sum": num_rounds + num_verified,
             "verify_budget_count": num_rounds,
+            "rounds_of_class": dict(self.rounds_of_class),
+            "round_tokens_of_class": dict(self.round_tokens_of_class),
             "finished": dict(self.finished),
             "failed": dict(self.failed),
             "rejected": dict(self.rejected),

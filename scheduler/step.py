@@ -37,6 +37,7 @@ class PendingStep:
 
     plan: Plan
     shares: list[Share]
+    context_len: float
     predicted_s: float | None
 
 
@@ -48,6 +49,7 @@ class Outcome:
     accepted: list[int] = field(default_factory=list)
     num_round_tokens: int = 0
     num_emitted: int = 0
+    tokens_of_class: dict[str, list[int]] = field(default_factory=dict)
 
 
 def load_of(shares: Sequence[Share]) -> StepLoad:

@@ -58,13 +58,13 @@ class BlockTables:
         live.num_computed = live.num_blocks * self.block_size
         live.chain = match.name
 
-    def publish(self, live: Live, stamp: int) -> None:
-        """Hands the request's full, computed blocks to the cache, usable once the drafter has absorbed step `stamp`."""
+    def publish(self, live: Live) -> None:
+        """Hands the request's full, computed blocks to the cache."""
         size = self.block_size
         while self._cached and (live.num_chained + 1) * size <= live.num_computed:
             index = live.num_chained
             tokens = live.token_ids[index * size : (index + 1) * size].tobytes()
-            live.chain, block = self.cache.insert(live.chain, tokens, int(live.block_table[index]), stamp)
+            live.chain, block = self.cache.insert(live.chain, tokens, int(live.block_table[index]))
             live.block_table[index] = block
             live.num_chained += 1
 

@@ -70,10 +70,11 @@ class DrafterSettings(_Section):
 class SchedulerSettings(_Section):
     """See scheduler.config.SchedulerConfig."""
 
-    planner: str = "algorithm1"
+    planner: str = "auto"
     max_live: int = Field(default=64, ge=1)
     max_waiting: int = Field(default=256, ge=0)
     prefill_chunk: int = Field(default=256, ge=1)
+    longest_step_s: float = Field(default=0.0, ge=0)
     prefix_cache: bool = True
     default_timeout_s: float = Field(default=600.0, ge=0)
     check_integrity: bool = False

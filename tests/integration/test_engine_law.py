@@ -182,7 +182,6 @@ async def test_every_cached_row_of_a_committed_prefix_equals_a_fresh_prefill(lau
 def cached_rows(engine, ids: list[int]) -> torch.Tensor:
     """Rows of the full blocks of `ids` in the prefix cache, all layers, [layers, rows, 2 KV, hd]."""
     cache = engine.core.residency.tables.cache
-    cache.horizon = 10**9
     blocks = cache.match(np.array(ids, dtype=np.int32)).blocks
     cache.give_back(blocks)
     assert len(blocks) == (len(ids) - 1) // 16

@@ -341,11 +341,10 @@ class Bench:
         self.collect(self.core.expire(self.now))
         call = self.core.choose_drafts()
         drafts: list[Draft] = []
-        if self.drafter is not None and (call.asks or self.features):
+        if self.drafter is not None and call.asks:
             drafts = self.drafter.propose_now(call.asks, call.width, self.features)
             self.features = []
             self.core.check_drafts(call, drafts)
-            self.core.absorbed()
         if during_draft is not None:
             during_draft()
         plan = self.core.plan(drafts, self.now)

@@ -552,10 +552,12 @@ async def test_while_nobody_drafts_features_are_handed_over_in_batches() -> None
         await reader.ending("r")
         assert (await actor.snapshot()).num_gate_shut_steps > 100
         assert len(drafter.calls) < 150
-        assert sum(features for _, _, features in drafter.calls) >= len(verifier.plans) - 16
         await actor.submit(request("again", max_tokens=20))
         await reader.ending("again")
-        assert sum(features for _, _, features in drafter.calls) >= 301
+        # what is held when the last request ends is handed over once there is nothing else to do
+        async with asyncio.timeout(5):
+            while sum(features for _, _, features in drafter.calls) < len(verifier.plans):
+                await asyncio.sleep(0.01)
         assert (await reader.ending("again")).usage.cached_tokens == 4  # type: ignore[union-attr]
         assert not drafter.faults
 

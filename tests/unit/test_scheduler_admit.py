@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.admit import Planner, Rule, admit, algorithm1, parse_planner, survivals, threshold
+from scheduler.admit import Planner, Rule, admit, algorithm1, auto, least_survivals, parse_planner, survivals, threshold
 from scheduler.errors import SettingsError
 
 
@@ -54,20 +54,31 @@ def global_argmax(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> 
     return chosen
 
 
+def auto_lengths(
+    rows: Sequence[Sequence[float]], seconds: Sequence[float], outlook: Sequence[float] | None = None
+) -> list[int]:
+    """outlook: what was expected; as it turned out where None."""
+    survival = padded(rows)
+    expected = -np.sort(-survival.ravel()) if outlook is None else np.asarray(outlook, dtype=np.float64)
+    return auto(
+        survival=survival, outlook=expected, num_sampling=len(rows), step_seconds=np.asarray(seconds, dtype=np.float64)
+    ).tolist()
+
+
 TWO = [[0.9, 0.81, 0.729], [0.5, 0.2, 0.02]]
 STAIRS = [[0.95, 0.9, 0.86, 0.82], [0.9, 0.8, 0.7, 0.6], [0.85, 0.7, 0.6, 0.5]]
 
 
 def test_reference_vector_on_a_gentle_curve() -> None:
     seconds = [1 + 0.05 * tokens for tokens in range(2, 9)]
-    assert lengths(TWO, seconds) == [3, 2]
+    assert lengths(TWO, seconds) == auto_lengths(TWO, seconds) == [3, 2]
     path = (2 + np.cumsum([0, 0.9, 0.81, 0.729, 0.5, 0.2, 0.02])) / np.array(seconds)
     assert path.round(4).tolist() == [1.8182, 2.5217, 3.0917, 3.5512, 3.7992, 3.8067, 3.6850]
 
 
 def test_reference_vector_on_a_steep_curve() -> None:
     seconds = [1 + 0.3 * tokens for tokens in range(2, 9)]
-    assert lengths(TWO, seconds) == [3, 0]
+    assert lengths(TWO, seconds) == auto_lengths(TWO, seconds) == [3, 0]
     assert (2 + 0.9 + 0.81 + 0.729) / seconds[3] == pytest.approx(1.7756, abs=1e-4)
 
 
@@ -76,6 +87,8 @@ def test_reference_staircase_traps_algorithm1_where_the_argmax_would_go_on() -> 
     assert lengths(STAIRS, seconds) == [1, 0, 0]
     assert 3.95 / seconds[1] == pytest.approx(3.95)
     assert global_argmax(STAIRS, seconds) == [4, 3, 2]
+    assert auto_lengths(STAIRS, seconds) == [4, 3, 2], "auto goes over the stair, priced by what it expected"
+    assert (3 + sum(STAIRS[0] + STAIRS[1][:3] + STAIRS[2][:2])) / seconds[9] == pytest.approx(5.24, abs=5e-3)
 
 
 def test_counterexample_admits_nothing_whatever_the_second_confidence() -> None:
@@ -94,6 +107,9 @@ def served_law(planner: str, num_draws: int = 400_000) -> float:
     for token, c2 in ((0, 0.9), (1, 0.0)):
         if planner == "global":
             by_token[token] = global_argmax([[0.8, 0.8 * c2]], seconds.tolist())[0]
+        elif planner == "auto":
+            # what both tokens led to in earlier steps, half of the time each
+            by_token[token] = auto_lengths([[0.8, 0.8 * c2]], seconds.tolist(), outlook=[0.8, 0.36])[0]
         elif planner == "one":
             by_token[token] = 1
         else:
@@ -110,8 +126,9 @@ def served_law(planner: str, num_draws: int = 400_000) -> float:
     return float(np.mean(token == 0))
 
 
-def test_algorithm1_keeps_the_target_law_and_the_illegal_search_does_not() -> None:
+def test_legal_planners_keep_the_target_law_and_the_illegal_search_does_not() -> None:
     assert served_law("algorithm1") == pytest.approx(0.7, abs=0.003)
+    assert served_law("auto") == pytest.approx(0.7, abs=0.003)
     assert served_law("one") == pytest.approx(0.7, abs=0.003)
     assert served_law("global") == pytest.approx(0.85, abs=0.003)
 
@@ -141,11 +158,17 @@ def test_fast_algorithm1_equals_the_papers_loop(confidence: list[list[float]], s
     confidence=confidences,
     seconds=stairs,
     later=st.lists(st.floats(0, 1), min_size=4, max_size=4),
-    planner=st.sampled_from(["algorithm1", "threshold:0.4", "fixed:2", "off"]),
+    planner=st.sampled_from(["auto", "algorithm1", "threshold:0.4", "fixed:2", "off"]),
+    expected=st.lists(st.floats(0, 1), min_size=24, max_size=24),
     data=st.data(),
 )
 def test_later_confidences_never_change_whether_a_token_is_admitted(
-    confidence: list[list[float]], seconds: np.ndarray, later: list[float], planner: str, data: st.DataObject
+    confidence: list[list[float]],
+    seconds: np.ndarray,
+    later: list[float],
+    planner: str,
+    expected: list[float],
+    data: st.DataObject,
 ) -> None:
     """c[r, k + 1:] depends on token k, so it must not decide on it; and it must not decide on others' tokens before it."""
     c = np.array(confidence)
@@ -161,9 +184,80 @@ def test_later_confidences_never_change_whether_a_token_is_admitted(
             caps=np.full(len(values), 4),
             num_sampling=len(values) + 1,
             step_seconds=seconds,
+            outlook=-np.sort(-np.array(expected[: values.size])),
         )
 
     assert (chosen(c)[row] >= k + 1) == (chosen(other)[row] >= k + 1)
+
+
+def slow_auto(rows: Sequence[Sequence[float]], seconds: Sequence[float], outlook: Sequence[float]) -> list[int]:
+    """For each candidate in order: is there a rank up to which going on pays, if what follows is as far off as this one?"""
+    candidates = sorted(
+        (-np.float32(a), j, r) for r, row in enumerate(rows) for j, a in enumerate(row) if np.float32(a) > 0
+    )
+    hoped = [max(0.01, each) for each in outlook[: len(candidates)]]
+    emitted = [len(rows) + sum(hoped[:k]) for k in range(len(candidates) + 1)]
+    best_rate = max(tokens / time for tokens, time in zip(emitted, seconds, strict=False))
+    chosen = [0] * len(rows)
+    for i, (minus_a, j, r) in enumerate(candidates):
+        scale = float(-minus_a) / hoped[i]
+        pays = any(
+            scale * sum(hoped[i:stop]) >= best_rate * (seconds[stop] - seconds[i]) * (1 - 1e-6)
+            for stop in range(i + 1, len(candidates) + 1)
+        )
+        if not pays:
+            break
+        chosen[r] = j + 1
+    return chosen
+
+
+@settings(max_examples=150, deadline=None)
+@given(confidence=confidences, seconds=stairs, expected=st.lists(st.floats(0, 1), min_size=24, max_size=24))
+def test_fast_auto_equals_its_slow_twin(
+    confidence: list[list[float]], seconds: np.ndarray, expected: list[float]
+) -> None:
+    c = np.array(confidence)
+    outlook = -np.sort(-np.array(expected[: c.size]))
+    survival = survivals(confidence=c, caps=np.full(len(c), 4))
+    fast = auto(survival=survival, outlook=outlook, num_sampling=len(c), step_seconds=seconds).tolist()
+    assert fast == slow_auto(survival.tolist(), seconds.tolist(), outlook.tolist())
+
+
+@settings(max_examples=150, deadline=None)
+@given(confidence=confidences, seconds=stairs)
+def test_auto_reaches_the_global_optimum_where_the_present_is_as_expected(
+    confidence: list[list[float]], seconds: np.ndarray
+) -> None:
+    c = np.array(confidence)
+    survival = survivals(confidence=np.where(c > 0.05, c, np.nan), caps=np.full(len(c), 4))
+    survival = np.where(survival > 0.02, survival, 0.0)
+    ranked = -np.sort(-survival[survival > 0])
+    chosen = auto(
+        survival=survival,
+        outlook=np.concatenate((ranked, np.zeros(c.size - len(ranked)))),
+        num_sampling=len(c),
+        step_seconds=seconds,
+    )
+    rates = (len(c) + np.cumsum([0.0, *ranked])) / seconds[: len(ranked) + 1]
+    assert rates[chosen.sum()] >= rates.max() * (1 - 1e-4)
+
+
+def test_auto_takes_more_of_a_draft_that_turned_out_better_than_expected_and_less_of_a_worse_one() -> None:
+    seconds = [1 + 0.3 * tokens for tokens in range(1, 6)]
+    outlook = [0.6, 0.4, 0.25, 0.15]
+    assert auto_lengths([[0.6, 0.4, 0.25, 0.15]], seconds, outlook) == [2]
+    assert auto_lengths([[0.95, 0.9, 0.86, 0.8]], seconds, outlook) == [4]
+    assert auto_lengths([[0.1, 0.08, 0.05, 0.02]], seconds, outlook) == [0]
+
+
+def test_the_price_of_a_rank_is_known_before_any_draft_is_made() -> None:
+    """It has no argument through which a fresh survival could come in."""
+    seconds = np.array([1.0, 1.0, 2.0, 2.0, 2.0])
+    price = least_survivals(outlook=np.array([0.9, 0.8, 0.7, 0.6]), num_sampling=1, step_seconds=seconds)
+    assert price[0] == 0.0, "the first is free"
+    assert price[1] > 0.0 and price[2] == price[3] == 0.0, (
+        "the stair is paid by its first token, the rest of it is free"
+    )
 
 
 def test_base_tokens_and_draft_cost_are_in_the_price() -> None:
@@ -232,6 +326,7 @@ def test_without_a_curve_nothing_is_trimmed() -> None:
 @pytest.mark.parametrize(
     ("text", "planner"),
     [
+        ("auto", Planner(Rule.AUTO)),
         ("algorithm1", Planner(Rule.ALGORITHM1)),
         ("off", Planner(Rule.OFF)),
         ("fixed:3", Planner(Rule.FIXED, 3)),
@@ -244,22 +339,34 @@ def test_planner_settings_are_read_and_written_alike(text: str, planner: Planner
 
 
 @pytest.mark.parametrize(
-    "text", ["", "fixed", "fixed:", "fixed:0", "fixed:-1", "fixed:x", "threshold:1.5", "off:1", "auto"]
+    "text", ["", "fixed", "fixed:", "fixed:0", "fixed:-1", "fixed:x", "threshold:1.5", "off:1", "auto:2"]
 )
 def test_a_wrong_planner_is_refused_with_the_choices(text: str) -> None:
-    with pytest.raises(SettingsError, match=r"scheduler\.planner .* is not a planner; use algorithm1, fixed:k"):
+    with pytest.raises(SettingsError, match=r"scheduler\.planner .* is not a planner; use auto, algorithm1, fixed:k"):
         parse_planner(text)
     with pytest.raises(SettingsError):
         parse_planner("threshold:nan")
 
 
-def test_256_requests_are_planned_in_half_a_millisecond() -> None:
+@pytest.mark.parametrize("planner", ["auto", "algorithm1"])
+@pytest.mark.parametrize(("num_requests", "limit_s"), [(256, 0.3e-3), (4096, 3e-3)])
+def test_planning_is_fast(planner: str, num_requests: int, limit_s: float) -> None:
+    """Issue 4: 256 requests under 0.3 ms, 4,096 under 3 ms; the best of many, with room for a slower machine."""
     rng = np.random.default_rng(0)
-    survival = np.cumprod(rng.random((256, 7)), axis=1)
-    seconds = np.linspace(1.0, 1.5, 256 * 7 + 1)
+    confidence = rng.random((num_requests, 7))
+    caps = np.full(num_requests, 7)
+    outlook = -np.sort(-survivals(confidence=confidence, caps=caps).ravel())
+    seconds = np.linspace(1.0, 1.5, num_requests * 7 + 1)
     times = []
     for _ in range(30):
         begin = time.perf_counter()
-        algorithm1(survival=survival, num_sampling=256, step_seconds=seconds)
+        admit(
+            parse_planner(planner),
+            confidence=confidence,
+            caps=caps,
+            num_sampling=num_requests,
+            step_seconds=seconds,
+            outlook=outlook,
+        )
         times.append(time.perf_counter() - begin)
-    assert min(times) < 0.5e-3
+    assert min(times) < 3 * limit_s, f"{1e3 * min(times):.2f} ms"

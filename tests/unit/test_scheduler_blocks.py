@@ -22,13 +22,13 @@ def live_of(tokens: list[int], max_tokens: int = 8, name: str = "r") -> Live:
     return new_live(request, now=0.0, deadline_s=1e9, block_size=SIZE)
 
 
-def computed(tables: BlockTables, tokens: list[int], *, stamp: int = 0) -> Live:
+def computed(tables: BlockTables, tokens: list[int]) -> Live:
     """A request whose prompt has all its rows, published."""
     live = live_of(tokens)
     tables.restore(live)
     assert tables.grow(live, live.num_known)
     live.num_computed = live.num_known - 1
-    tables.publish(live, stamp)
+    tables.publish(live)
     return live
 
 
@@ -88,18 +88,6 @@ def test_a_hit_shares_the_blocks_and_leaves_a_token_to_compute() -> None:
         tables.release(second)
 
 
-def test_a_block_whose_rows_the_drafter_has_not_absorbed_is_no_hit_yet() -> None:
-    tables = BlockTables(16, SIZE, cached=True)
-    computed(tables, [*range(5)], stamp=7)
-    tables.cache.horizon = 6
-    early = live_of([*range(5)])
-    tables.restore(early)
-    assert early.num_computed == 0
-    tables.cache.horizon = 7
-    tables.restore(early)
-    assert early.num_computed == 4
-
-
 def test_equal_tokens_after_different_prefixes_are_different_blocks() -> None:
     tables = BlockTables(16, SIZE, cached=True)
     computed(tables, [1, 1, 1, 1, 5, 6, 7, 8, 0])
@@ -115,8 +103,8 @@ def test_computing_cached_tokens_again_ends_in_one_copy() -> None:
     for live in (first, second):
         tables.grow(live, 9)
         live.num_computed = 8
-    tables.publish(first, 0)
-    tables.publish(second, 0)
+    tables.publish(first)
+    tables.publish(second)
     assert first.block_table[:2].tolist() == second.block_table[:2].tolist()
     assert first.block_table[2] != second.block_table[2]
     assert tables.num_used == 4
@@ -175,7 +163,7 @@ def test_a_name_is_never_used_again() -> None:
     names = set()
     for _ in range(3):
         (block,) = cache.take(1)
-        name, _ = cache.insert(ROOT, b"same", block, 0)
+        name, _ = cache.insert(ROOT, b"same", block)
         names.add(name)
         cache.give_back([block])
         cache.clear()
@@ -215,7 +203,7 @@ def test_a_hit_is_always_the_longest_published_prefix_still_there(data: st.DataO
         live.num_computed = len(tokens) - 1
         for index in range(live.num_computed // 2):
             contents[int(live.block_table[index])] = tuple(tokens[: 2 * index + 2])
-        tables.publish(live, 0)
+        tables.publish(live)
         running.append(live)
         tables.check_integrity(running)
     for live in running:

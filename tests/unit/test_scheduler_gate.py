@@ -9,7 +9,7 @@ import pytest
 
 from scheduler.admit import algorithm1, survivals
 from scheduler.estimates import AcceptanceEstimates
-from scheduler.gate import Choice, DraftGate
+from scheduler.gate import PROBE_SHARE, Choice, DraftGate, Prices
 from scheduler.throughput import CostCurve, CurvePoints
 
 WIDTH = 7
@@ -70,9 +70,9 @@ class Economy:
             step=self.step_number,
             survival=survivals(confidence=self.estimates.rates(self.slots), caps=caps),
             idle_steps=self.step_number - self.last_drafted,
-            num_sampling=count,
-            verify_seconds=verify_s,
-            draft_seconds=self.curve.draft_table(count, WIDTH),
+            prices=Prices(
+                num_sampling=count, verify_seconds=verify_s, draft_seconds=self.curve.draft_table(count, WIDTH)
+            ),
         )
         self.num_shut += choice.shut
         rows = choice.rows
@@ -242,7 +242,15 @@ def test_a_request_forgets_with_time_and_leans_on_the_others_again() -> None:
     assert estimates.rates(np.array([0]))[0][0] > 0.8
 
 
-def choose_alone(gate: DraftGate, step: int, survival: list[float], verify_ms: list[float], draft_ms: float) -> Choice:
+def choose_alone(
+    gate: DraftGate,
+    step: int,
+    survival: list[float],
+    verify_ms: list[float],
+    draft_ms: float,
+    *,
+    looks_ahead: bool = False,
+) -> Choice:
     width = len(survival)
     draft_seconds = np.full((2, width + 1), draft_ms)
     draft_seconds[0] = draft_seconds[:, 0] = 0.0
@@ -250,9 +258,9 @@ def choose_alone(gate: DraftGate, step: int, survival: list[float], verify_ms: l
         step=step,
         survival=np.array([survival]),
         idle_steps=np.array([step]),
-        num_sampling=1,
-        verify_seconds=np.array(verify_ms),
-        draft_seconds=draft_seconds,
+        prices=Prices(
+            num_sampling=1, verify_seconds=np.array(verify_ms), draft_seconds=draft_seconds, looks_ahead=looks_ahead
+        ),
     )
 
 
@@ -264,6 +272,8 @@ def test_drafts_that_algorithm1_would_not_verify_are_not_paid_for() -> None:
     assert stair.shut and stair.probe == 0, "the first step is a probe"
     assert choose_alone(gate, 1, [0.9, 0.8, 0.7], [1.0, 2.5, 2.5, 2.5], 0.1).width == 0
     assert choose_alone(gate, 2, [0.9, 0.8, 0.7], [1.0, 1.1, 1.2, 1.3], 0.1).width == 3
+    ahead = choose_alone(gate, 3, [0.9, 0.8, 0.7], [1.0, 2.5, 2.5, 2.5], 0.1, looks_ahead=True)
+    assert ahead.width == 3, "auto goes over the stair: 3.4 tokens in 2.6 ms against 1 in 1"
 
 
 def test_probes_move_apart_while_they_fail_and_together_when_one_succeeds() -> None:
@@ -276,8 +286,26 @@ def test_probes_move_apart_while_they_fail_and_together_when_one_succeeds() -> N
         if len(probes) == 9:
             break
     gaps = np.diff(probes)
-    shortest = 0.1 / 0.008
+    shortest = 0.1 / PROBE_SHARE
     assert gaps[0] >= int(shortest)
     assert list(gaps[:5]) == sorted(gaps[:5])
     assert gaps[4] >= 3 * shortest, "a drafter that stays wrong is asked ever less"
     assert gaps[6] < gaps[4] / 2 and gaps[7] < gaps[4] / 2
+
+
+def test_many_requests_are_weighed_in_groups_and_those_that_pay_are_found() -> None:
+    rng = np.random.default_rng(2)
+    good = rng.permutation(512) < 128
+    survival = np.cumprod(np.where(good, 0.9, 0.02)[:, None] * np.ones((1, WIDTH)), axis=1)
+    seconds = 0.020 + 0.00002 * np.arange(512 * (WIDTH + 1) + 1)
+    gate = DraftGate(WIDTH, variable_width=True)
+    gate.probed(0, success=False)
+    gate.choose(step=0, survival=survival, idle_steps=np.zeros(512, dtype=np.int64), prices=_flat(seconds))
+    choice = gate.choose(step=1, survival=survival, idle_steps=np.zeros(512, dtype=np.int64), prices=_flat(seconds))
+    assert 112 <= len(choice.rows) <= 128 + 8
+    assert good[choice.rows].mean() > 0.9
+
+
+def _flat(verify_seconds: np.ndarray) -> Prices:
+    draft = np.linspace(0.0, 0.004, 513)[:, None] * np.linspace(0.5, 1.0, WIDTH + 1)
+    return Prices(num_sampling=512, verify_seconds=verify_seconds, draft_seconds=draft, looks_ahead=True)

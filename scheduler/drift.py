@@ -1,0 +1,103 @@
+"""Whether stated confidences still mean what they say, and by how much to correct them: offline calibration, re-checked online.
+
+Owns, per text class, sampling regime and draft position, one shift of the confidence's logit, learnt from finished rounds by
+stochastic gradient descent on the log loss (online Platt scaling with slope 1), and the sums of predicted and real acceptance
+that show the drift. A correction is a function of c[r, k] and of the past alone, so the law stays exact. Must not know costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.admit import Lengths, Probabilities
+
+TEXT_CLASSES = ("", "code", "math", "chat")
+"""The first stands for texts of which nothing is known, and for names that are none of these."""
+
+# A sum of gradients over one step's rounds moves a shift by this much; fewer rounds than _FULL_STEP move it in proportion.
+_RATE = 0.02
+_FULL_STEP = 8.0
+_MOST = 3.0
+_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class DriftRow:
+    """Sums since start for one text class, by draft position: how often a draft was put to the target with its predecessors
+    accepted, how often it was accepted, and the acceptances that the drafter stated and that the planner believed."""
+
+    text_class: str
+    trials: tuple[float, ...]
+    accepted: tuple[float, ...]
+    stated: tuple[float, ...]
+    believed: tuple[float, ...]
+
+
+def class_index(text_class: str) -> int:
+    return TEXT_CLASSES.index(text_class) if text_class in TEXT_CLASSES else 0
+
+
+class ConfidenceDrift:
+    """Groups are 2 * class + (1 when greedy)."""
+
+    def __init__(self, width: int) -> None:
+        num_groups = 2 * len(TEXT_CLASSES)
+        self._shift = np.zeros((num_groups, width))
+        self._stated = np.zeros((num_groups, width))
+        self._believed = np.zeros((num_groups, width))
+        self._accepted = np.zeros((num_groups, width))
+        self._trials = np.zeros((num_groups, width))
+
+    def correct(self, confidence: Probabilities, groups: npt.NDArray[np.int64]) -> Probabilities:
+        """[R, W] confidences with the shifts of their groups [R]; NaN stays NaN."""
+        clipped = np.clip(confidence, _EPS, 1.0 - _EPS)
+        odds = clipped / (1.0 - clipped) * np.exp(self._shift[groups, : confidence.shape[1]])
+        certain = (confidence <= 0.0) | (confidence >= 1.0)
+        return np.where(certain, confidence, odds / (1.0 + odds))
+
+    def observe(
+        self,
+        *,
+        groups: npt.NDArray[np.int64],
+        stated: Probabilities,
+        believed: Probabilities,
+        num_verified: Lengths,
+        num_accepted: Lengths,
+    ) -> None:
+        """Rounds of one step, all [R] and [R, W]: what was stated and believed of each draft, and how far it got."""
+        position = np.arange(stated.shape[1])
+        tried = (position < num_verified[:, None]) & (position <= num_accepted[:, None]) & ~np.isnan(stated)
+        if not tried.any():
+            return
+        accepted = tried & (position < num_accepted[:, None])
+        error = np.where(tried, accepted - np.nan_to_num(believed), 0.0)
+        gradient = np.zeros_like(self._shift)
+        weight = np.zeros_like(self._shift)
+        np.add.at(gradient, groups, error)
+        np.add.at(weight, groups, tried)
+        step = _RATE * gradient / np.maximum(1.0, weight / _FULL_STEP)
+        np.clip(self._shift + step, -_MOST, _MOST, out=self._shift)
+        for sums, values in (
+            (self._trials, tried),
+            (self._accepted, accepted),
+            (self._stated, np.where(tried, stated, 0.0)),
+            (self._believed, np.where(tried, believed, 0.0)),
+        ):
+            np.add.at(sums, groups, values)
+
+    def report(self) -> tuple[DriftRow, ...]:
+        """One row per text class that has been seen."""
+        return tuple(
+            DriftRow(
+                name,
+                *(
+                    tuple(sums[2 * index : 2 * index + 2].sum(axis=0).tolist())
+                    for sums in (self._trials, self._accepted, self._stated, self._believed)
+                ),
+            )
+            for index, name in enumerate(TEXT_CLASSES)
+            if self._trials[2 * index : 2 * index + 2].any()
+        )

@@ -1,0 +1,57 @@
+"""What the planner may expect of drafts before they are made: the survivals that each request's drafts had lately.
+
+Owns a short memory of survivals per live request and the profile that `auto` prices ranks with. Must not know requests or
+costs. Only entries at least two steps old are read: on a device that runs a step ahead of its host nothing newer is there
+when a step is sized (reference 1.10), and a step of one's own tokens must never be sized by them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.admit import Lengths, Probabilities
+
+LAG = 2
+_DEPTH = 6
+_NEVER = np.iinfo(np.int64).min
+# Few requests: several past drafts of each stand for the spread that one would hide. Many requests show it themselves.
+_SAMPLES_OF = ((8, 4), (64, 2))
+
+
+class Outlook:
+    def __init__(self, num_slots: int, width: int) -> None:
+        self.width = width
+        self._rows = np.zeros((num_slots, _DEPTH, width), dtype=np.float32)
+        self._steps = np.full((num_slots, _DEPTH), _NEVER, dtype=np.int64)
+
+    def forget(self, slot: int) -> None:
+        """The slot has a new owner."""
+        self._steps[slot] = _NEVER
+
+    def remember(self, slots: npt.NDArray[np.int64], step: int, survival: Probabilities) -> None:
+        """survival: [R, w <= width] of the drafts made for these slots in `step`; NaN counts as 0."""
+        place = step % _DEPTH
+        clean = np.nan_to_num(survival, nan=0.0)
+        self._rows[slots, place, : clean.shape[1]] = clean
+        self._rows[slots, place, clean.shape[1] :] = 0.0
+        self._steps[slots, place] = step
+
+    def profile(
+        self, slots: npt.NDArray[np.int64], step: int, *, caps: Lengths, width: int, otherwise: Probabilities
+    ) -> Probabilities:
+        """[R * width] survivals to expect by rank, descending, when these slots draft `width` tokens in `step`.
+
+        caps: [R] tokens beyond which a draft cannot go. otherwise: [R, width] stands for what is not remembered.
+        """
+        num_samples = next((n for most, n in _SAMPLES_OF if len(slots) <= most), 1)
+        places = (step - LAG - np.arange(_DEPTH - LAG)) % _DEPTH
+        steps = self._steps[slots][:, places]
+        known = (steps <= step - LAG) & (steps > step - _DEPTH)
+        # newest first; what is missing comes last and is filled in
+        newest = np.argsort(~known, axis=1, kind="stable")[:, :num_samples]
+        rows = self._rows[slots[:, None], places[newest], :width].astype(np.float64)
+        have = np.take_along_axis(known, newest, axis=1)
+        rows = np.where(have[:, :, None], rows, otherwise[:, None, :])
+        rows *= np.arange(width) < caps[:, None, None]
+        return -np.sort(-rows.transpose(1, 0, 2).reshape(num_samples, -1), axis=1).mean(axis=0)
