@@ -187,7 +187,7 @@ class Drafting:
                 self.num_untrimmed += 1
             lengths = admit(
                 planner,
-                confidence=self._believed[rows],
+                confidence=self._believed[rows] if planner.adaptive else self._filled_in(self._stated, slots)[rows],
                 caps=caps[rows],
                 num_sampling=load.num_sampling + more_emitted,
                 step_seconds=self._step_seconds(load, more_tokens, int(caps[rows].sum()) + 1),
@@ -199,7 +199,7 @@ class Drafting:
             more_tokens += int(lengths.sum())
             if len(rows_of) > 1:
                 more_emitted += float(survivals(confidence=self._believed[rows], caps=lengths).sum())
-        self._outlook.remember(slots, step, np.cumprod(self._believed, axis=1))
+        self._outlook.remember(slots, step, np.cumprod(self._believed, axis=1, dtype=np.float64))
 
     def predicted_s(self, load: StepLoad, num_drafts: int) -> float | None:
         """Seconds of draft + verify according to the curve."""

@@ -127,7 +127,6 @@ class Simulation:
         drafts = self._drafter.drafts(call.asks, call.width)
         if call.asks:
             core.check_drafts(call, drafts)
-            core.absorbed()
         draft_s = self._unsteady(self._drafter.seconds(len(call.asks), call.width))
         began = time.perf_counter()
         plan = core.plan(drafts, self._scheduler_now + draft_s)
