@@ -48,18 +48,26 @@ class _Step(ctypes.Structure):
 
 
 @cache
-def load() -> ctypes.CDLL | None:
-    """The compiled library, or None where this machine cannot build or run it."""
+def compiled(source: Path) -> ctypes.CDLL | None:
+    """The library built from a C source of ours, or None where this machine cannot build or run it."""
     if platform.machine() != "x86_64" or not torch.cpu._is_avx512_bf16_supported():
         return None
     compiler = next((c for c in (os.environ.get("CC"), "cc", "gcc", "clang") if c and shutil.which(c)), None)
     if compiler is None:
-        logger.warning("no C compiler found: the bfloat16 step uses torch operators, which take longer (install gcc)")
+        logger.warning("no C compiler found: torch operators are used, which take longer (install gcc)")
         return None
     try:
-        library = ctypes.CDLL(str(_built(compiler)))
+        return ctypes.CDLL(str(_built(source, compiler)))
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("native.c could not be built or loaded, torch operators are used instead: %s", error)
+        logger.warning("%s could not be built or loaded, torch operators are used instead: %s", source.name, error)
+        return None
+
+
+@cache
+def load() -> ctypes.CDLL | None:
+    """The kernels of the target's step, or None."""
+    library = compiled(_SOURCE)
+    if library is None:
         return None
     void, integer = ctypes.c_void_p, ctypes.c_int64
     library.dspark_rms_norm.argtypes = [void, void, void, integer, integer, ctypes.c_float]
@@ -70,10 +78,10 @@ def load() -> ctypes.CDLL | None:
     return library
 
 
-def _built(compiler: str) -> Path:
-    """Path of the shared library for this source, compiler and CPU; built into a temporary file, then renamed."""
+def _built(source: Path, compiler: str) -> Path:
+    """Path of the shared library for a source, compiler and CPU; built into a temporary file, then renamed."""
     cpu = "".join(line for line in _cpu_lines() if line.startswith(("model name", "flags")))
-    key = hashlib.sha256("\0".join([_SOURCE.read_text(), compiler, " ".join(_FLAGS), cpu]).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\0".join([source.read_text(), compiler, " ".join(_FLAGS), cpu]).encode()).hexdigest()[:16]
     folder = default_cache_dir() / "native"
     target = folder / f"native-{key}.so"
     if target.is_file():
@@ -83,7 +91,7 @@ def _built(compiler: str) -> Path:
         built = Path(scratch) / "native.so"
         gomp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
         link = [f"-L{gomp[0].parent}", f"-l:{gomp[0].name}"] if gomp else []
-        command = [compiler, *_FLAGS, "-shared", str(_SOURCE), *link, "-lm", "-o", str(built)]
+        command = [compiler, *_FLAGS, "-shared", str(source), *link, "-lm", "-o", str(built)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if result.returncode:
             raise OSError(f"{compiler}: {(result.stderr.strip().splitlines() or ['failed'])[0]}")

@@ -47,7 +47,7 @@ def _law_sums(sequences: Iterable[States], head: Tensor, row_of: Tensor) -> tupl
         span = slice(states.prompt_len, -1)
         previous = row_of.index_select(0, states.ids[span].long())
         laws = target_laws(states.last[span], states.lse[span], head)
-        sums.index_add_(0, previous, laws)
+        sums.index_add_(0, previous, laws.probabilities(torch.arange(len(previous))))
         counts.index_add_(0, previous, torch.ones(len(previous)))
         num_rows += len(previous)
         if num_rows >= _ROWS:

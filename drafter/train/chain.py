@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from drafter.checkpoint import VOCABULARY, vocabulary_maps
-from drafter.train.network import Blocks, DraftLayer, DraftNetwork, _linear, _rms_norm, _Weight
+from drafter.train.native import rms_norm
+from drafter.train.network import Blocks, DraftLayer, DraftNetwork, _linear, _Weight
 from verifier.architecture import Architecture
 
 
@@ -81,7 +82,7 @@ class ChainNetwork(DraftNetwork):
             outputs.append(state)
         hidden = torch.stack(outputs, dim=1).split([len(blocks.anchors) for blocks in batch])
         used = [h[:, : blocks.length].flatten(0, 1) for h, blocks in zip(hidden, batch, strict=True)]
-        return _rms_norm(torch.cat(used), self.norm.weight, self.eps)
+        return rms_norm(torch.cat(used), self.norm.weight, self.eps)
 
     def _committed(self, batch: Sequence[Blocks], states: Sequence[Tensor]) -> list[Tensor]:
         """Per sequence, rotated keys and values of tokens 1, 2, .. [S - 1, 2 KV, hd], each with the state before it."""
@@ -109,8 +110,8 @@ class Eagle3Network(ChainNetwork):
         layer = self.layers[0]
         assert isinstance(layer, Eagle3Layer)
         normed = (
-            _rms_norm(embeddings, layer.input_layernorm.weight, self.eps),
-            _rms_norm(states, layer.hidden_norm.weight, self.eps),
+            rms_norm(embeddings, layer.input_layernorm.weight, self.eps),
+            rms_norm(states, layer.hidden_norm.weight, self.eps),
         )
         return torch.cat(normed, dim=-1), states
 
@@ -146,11 +147,11 @@ class MtpNetwork(ChainNetwork):
 
     def enter(self, embeddings: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         normed = (
-            _rms_norm(embeddings, self.enorm.weight, self.eps),
-            _rms_norm(states, self.hnorm.weight, self.eps),
+            rms_norm(embeddings, self.enorm.weight, self.eps),
+            rms_norm(states, self.hnorm.weight, self.eps),
         )
         residual = _linear(torch.cat(normed, dim=-1), self.eh_proj.weight)
-        return _rms_norm(residual, self.layer.input_layernorm.weight, self.eps), residual
+        return rms_norm(residual, self.layer.input_layernorm.weight, self.eps), residual
 
 
 @dataclass(frozen=True, slots=True)

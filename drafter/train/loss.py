@@ -17,8 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Rows of one chunk: 256 x 6,000 float32 stay in a last-level cache.
+from drafter.train import native
+
+# Rows of one chunk on a CPU: 256 x 6,000 float32 stay in a last-level cache. A GPU wants larger products.
 _CHUNK_ROWS = 256
+_CHUNK_ROWS_GPU = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +63,23 @@ class VocabularyTerms:
     best: Tensor
 
 
-def target_laws(last: Tensor, lse: Tensor, lm_head: Tensor) -> Tensor:
-    """last [T, d], lse [T] of the whole vocabulary, lm_head [Vd, d] -> p on the draft vocabulary [T, Vd] float32."""
-    return F.linear(last.to(lm_head.dtype), lm_head).float().sub_(lse.unsqueeze(1)).exp_()
+@dataclass(frozen=True, slots=True)
+class TargetLaws:
+    """The target's laws on the draft vocabulary. logits: [T, Vd] in the head's dtype. lse: [T] float32 log denominators over
+    the whole vocabulary."""
+
+    logits: Tensor
+    lse: Tensor
+
+    def probabilities(self, rows: Tensor) -> Tensor:
+        """rows [n] -> p [n, Vd] float32."""
+        chosen = self.logits.index_select(0, rows).float()
+        return chosen.sub_(self.lse.index_select(0, rows).unsqueeze(1)).exp_()
+
+
+def target_laws(last: Tensor, lse: Tensor, lm_head: Tensor) -> TargetLaws:
+    """last [T, d] after the target's final norm, lse [T] of the whole vocabulary, lm_head [Vd, d]."""
+    return TargetLaws(F.linear(last.to(lm_head.dtype), lm_head), lse.float())
 
 
 def slot_weights(length: int, decay: float) -> Tensor:
@@ -80,27 +97,29 @@ class _VocabularyLoss(torch.autograd.Function):
         mixed: Tensor | None,
         w2: Tensor | None,
         lm_head: Tensor,
-        laws: Tensor,
+        laws: TargetLaws,
         slots: Slots,
         config: LossConfig,
+        denominator: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         rows = hidden if mixed is None else torch.cat((hidden, mixed.to(hidden.dtype)), dim=-1)
         matrix = lm_head if w2 is None else torch.cat((lm_head, w2.to(lm_head.dtype)), dim=-1)
         grad_rows, grad_w2 = torch.empty_like(rows), None if w2 is None else torch.zeros_like(w2)
-        sums = torch.zeros(3)
-        overlap, best = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int64)
-        weights = slots.weights / slots.weights.sum().clamp_min(1e-9)
-        for start in range(0, len(rows), _CHUNK_ROWS):
-            part = slice(start, start + _CHUNK_ROWS)
-            p = laws.index_select(0, slots.law_rows[part])
-            logits = F.linear(rows[part], matrix).float()
-            chunk = _chunk_terms(logits, p, slots.label_columns[part], weights[part], config)
-            sums += chunk.sums
-            overlap[part], best[part] = chunk.overlap, chunk.best
-            grad = chunk.grad_logits.to(rows.dtype)
-            grad_rows[part] = grad @ matrix
+        each = rows.new_empty(len(rows), 3, dtype=torch.float32)
+        best = rows.new_empty(len(rows), dtype=torch.int64)
+        weights = slots.weights / denominator
+        terms_of = _native_terms if native.usable(rows) else _chunk_terms
+        chunk_rows = _CHUNK_ROWS if rows.device.type == "cpu" else _CHUNK_ROWS_GPU
+        buffer = rows.new_empty(min(chunk_rows, len(rows)), len(matrix))
+        for start in range(0, len(rows), chunk_rows):
+            part = slice(start, start + chunk_rows)
+            logits = torch.mm(rows[part], matrix.t(), out=buffer[: len(rows[part])])
+            chunk = _Chunk(logits, laws, slots.law_rows[part], slots.label_columns[part], weights[part])
+            each[part], best[part], grad = terms_of(chunk, config)
+            torch.mm(grad, matrix, out=grad_rows[part])
             if grad_w2 is not None:
                 grad_w2 += grad.t() @ rows[part, hidden.shape[1] :]
+        sums, overlap = weights @ each, 1 - 0.5 * each[:, 1]
         ctx.grads = grad_rows[:, : hidden.shape[1]], grad_rows[:, hidden.shape[1] :], grad_w2
         ctx.has_markov = mixed is not None
         ctx.mark_non_differentiable(overlap, best)
@@ -110,23 +129,41 @@ class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, mixed, w2 = (None if g is None else g * grads[0].to(g.dtype) for g in ctx.grads)
-        return hidden, mixed if ctx.has_markov else None, w2, None, None, None, None
+        return hidden, mixed if ctx.has_markov else None, w2, None, None, None, None, None
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    sums: Tensor
-    grad_logits: Tensor
-    overlap: Tensor
-    best: Tensor
+    """n slots. logits: [n, Vd], free to be overwritten. law_rows, labels, weights: [n], weights divided by their sum."""
+
+    logits: Tensor
+    laws: TargetLaws
+    law_rows: Tensor
+    labels: Tensor
+    weights: Tensor
 
 
-def _chunk_terms(logits: Tensor, p: Tensor, labels: Tensor, weights: Tensor, config: LossConfig) -> _Chunk:
-    """logits, p [n, Vd] float32; both are overwritten. weights [n] already divided by their sum.
+def _native_terms(chunk: _Chunk, config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_chunk_terms`, in one pass over each row."""
+    terms, best = native.vocabulary_terms(
+        chunk.logits,
+        chunk.laws.logits,
+        chunk.laws.lse,
+        chunk.law_rows,
+        chunk.labels,
+        chunk.weights,
+        (config.ce, config.tv, config.kl),
+    )
+    return terms, best, chunk.logits
+
+
+def _chunk_terms(chunk: _Chunk, config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """ce, tv, kl of each slot [n, 3], column of the largest logit [n], gradient of the loss in the logits [n, Vd].
 
     d/dz sum_v |q_v - p_v| = q (s - sum_v q_v s_v) with s the sign of q - p; d/dz of -log q(x*) = q - onehot(x*);
     d/dz of -sum p log q = q sum(p) - p.
     """
+    logits, p, labels = chunk.logits.float(), chunk.laws.probabilities(chunk.law_rows), chunk.labels
     best = logits.argmax(-1)
     lse = logits.logsumexp(-1)
     inside = p.sum(-1)
@@ -134,11 +171,10 @@ def _chunk_terms(logits: Tensor, p: Tensor, labels: Tensor, weights: Tensor, con
     columns = labels.clamp_min(0).unsqueeze(1)
     ce = (lse - logits.gather(1, columns).squeeze(1)) * known
     kl = inside * lse - torch.linalg.vecdot(p, logits)
-    q = logits.sub_(lse.unsqueeze(1)).exp_()
+    q = logits.sub(lse.unsqueeze(1)).exp_()
     difference = q - p
     sign = difference.sign()
-    inner = torch.linalg.vecdot(difference, sign)
-    tv = inner + (1 - inside).clamp_min(0)
+    tv = torch.linalg.vecdot(difference, sign) + (1 - inside).clamp_min(0)
     mean_sign = torch.linalg.vecdot(q, sign)
     # q (tv (s - mean) + ce + kl inside) - kl p - ce onehot, in place
     shift = config.ce * known - config.tv * mean_sign + config.kl * inside
@@ -147,9 +183,8 @@ def _chunk_terms(logits: Tensor, p: Tensor, labels: Tensor, weights: Tensor, con
         grad.sub_(p.mul_(config.kl))
     if config.ce:
         grad.scatter_add_(1, columns, (-config.ce * known.float()).unsqueeze(1))
-    grad.mul_(weights.unsqueeze(1))
-    sums = torch.stack([(weights * ce).sum(), (weights * tv).sum(), (weights * kl).sum()])
-    return _Chunk(sums, grad, 1 - 0.5 * tv, best)
+    grad.mul_(chunk.weights.unsqueeze(1))
+    return torch.stack((ce, tv, kl), dim=1), best, grad.to(chunk.logits.dtype)
 
 
 def vocabulary_loss(
@@ -158,19 +193,23 @@ def vocabulary_loss(
     w2: Tensor | None,
     *,
     lm_head: Tensor,
-    laws: Tensor,
+    laws: TargetLaws,
     slots: Slots,
     config: LossConfig,
+    denominator: Tensor | None = None,
 ) -> tuple[Tensor, VocabularyTerms]:
     """Weighted mean over slots of ce, tv and kl terms (differentiable in hidden [N, d], mixed [N, r] and w2 [Vd, r]).
 
-    mixed: what the Markov head multiplies W2 with; None without one. laws: [T, Vd] from `target_laws`.
+    mixed: what the Markov head multiplies W2 with; None without one. denominator: what the weighted sums are divided by,
+    the sum of these slots' weights unless more batches belong to the same update.
     """
-    total, *rest = _VocabularyLoss.apply(hidden, mixed, w2, lm_head, laws, slots, config)
+    if denominator is None:
+        denominator = slots.weights.sum().clamp_min(1e-9)
+    total, *rest = _VocabularyLoss.apply(hidden, mixed, w2, lm_head, laws, slots, config, denominator)
     return total, VocabularyTerms(*rest)
 
 
-def confidence_loss(logits: Tensor, overlap: Tensor, weights: Tensor) -> Tensor:
+def confidence_loss(logits: Tensor, overlap: Tensor, weights: Tensor, denominator: Tensor | None = None) -> Tensor:
     """Binary cross-entropy of the confidence logits [N] against the acceptance c* [N] (no gradient through c*)."""
     each = F.binary_cross_entropy_with_logits(logits, overlap.clamp(0, 1), reduction="none")
-    return (weights * each).sum() / weights.sum().clamp_min(1e-9)
+    return (weights * each).sum() / (weights.sum().clamp_min(1e-9) if denominator is None else denominator)

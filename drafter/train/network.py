@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from drafter.architecture import DrafterArchitecture
 from drafter.checkpoint import VOCABULARY
+from drafter.train import native
 from verifier.architecture import Architecture
 from verifier.layers import Rotary
 
@@ -80,7 +81,7 @@ class DraftLayer(nn.Module):
         """Block rows [N, d] -> [N, H + 2 KV, hd], not rotated."""
         attn = self.self_attn
         weight = torch.cat([attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight])
-        normed = _rms_norm(hidden, self.input_layernorm.weight, self.eps)
+        normed = native.rms_norm(hidden, self.input_layernorm.weight, self.eps)
         return _linear(normed, weight).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
 
     def project_context(self, context: Tensor) -> Tensor:
@@ -91,8 +92,8 @@ class DraftLayer(nn.Module):
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         hidden = hidden + _linear(attended, self.self_attn.o_proj.weight)
         gate_up = torch.cat([self.mlp.gate_proj.weight, self.mlp.up_proj.weight])
-        normed = _rms_norm(hidden, self.post_attention_layernorm.weight, self.eps)
-        return hidden + _linear(_swiglu(_linear(normed, gate_up)), self.mlp.down_proj.weight)
+        normed = native.rms_norm(hidden, self.post_attention_layernorm.weight, self.eps)
+        return hidden + _linear(native.swiglu(_linear(normed, gate_up)), self.mlp.down_proj.weight)
 
 
 class DraftNetwork(nn.Module):
@@ -167,12 +168,14 @@ class DraftNetwork(nn.Module):
         for layer, rows in zip(self.draft_layers, context, strict=True):
             qkv = self.rotary.rotate(layer.project(hidden), cos_sin)
             hidden = layer.finish(hidden, _attend(batch, qkv, rows, layer.num_heads))
-        return _rms_norm(hidden, self.norm.weight, self.eps)
+        return native.rms_norm(hidden, self.norm.weight, self.eps)
 
     def _context(self, batch: Sequence[Blocks]) -> list[Tensor]:
         """Per layer, rotated keys and values of all context rows [C, 2 KV, hd]."""
         features = torch.cat([blocks.features for blocks in batch]).to(self.embed_tokens.dtype)
-        normed = _rms_norm(_linear(features * self.feature_scale, self.fc.weight), self.hidden_norm.weight, self.eps)
+        normed = native.rms_norm(
+            _linear(features * self.feature_scale, self.fc.weight), self.hidden_norm.weight, self.eps
+        )
         positions = torch.cat([torch.arange(len(blocks.features)) for blocks in batch])
         cos_sin = self.rotary.at(positions, self.arch.decoder.num_kv_heads)
         return [self.rotary.rotate(layer.project_context(normed), cos_sin) for layer in self.draft_layers]
@@ -213,16 +216,6 @@ class DraftNetwork(nn.Module):
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.to(x.dtype))
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Not the layer of the target: that one may be a native kernel, which has no gradient."""
-    return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps)
-
-
-def _swiglu(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 def _block_ids(blocks: Blocks, mask_token_id: int) -> Tensor:

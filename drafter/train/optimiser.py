@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-_NEWTON_SCHULZ_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +20,7 @@ class OptimiserConfig:
     """kind: `adamw` (DeepSpec) or `muon` (matrices of the layers by Muon, the rest by AdamW).
 
     lr of AdamW; muon_lr of Muon, whose update has unit spectral norm times 0.2 sqrt(larger side).
+    muon_steps: Newton-Schulz iterations. Muon's cost does not depend on the batch: it wants thousands of positions a step.
     decay_share: last part of the steps over which the rates fall to 0 as a cosine; 1 is DeepSpec's schedule.
     """
 
@@ -31,6 +31,7 @@ class OptimiserConfig:
     decay_share: float = 1.0
     betas: tuple[float, float] = (0.9, 0.999)
     muon_momentum: float = 0.95
+    muon_steps: int = 5
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
 
@@ -99,7 +100,7 @@ class Optimiser:
                 continue
             momentum = self.momentum[name]
             momentum.lerp_(parameter.grad, 1 - beta)
-            update = orthogonalised(parameter.grad.lerp(momentum, beta))
+            update = orthogonalised(parameter.grad.lerp(momentum, beta), self.config.muon_steps)
             if self.config.weight_decay:
                 parameter.mul_(1 - lr * self.config.weight_decay)
             parameter.add_(update, alpha=-lr * 0.2 * math.sqrt(max(parameter.shape)))
@@ -125,14 +126,14 @@ def _is_inner_matrix(name: str, parameter: nn.Parameter) -> bool:
     return parameter.dim() == 2 and (name.startswith("layers.") or name == "fc.weight")
 
 
-def orthogonalised(gradient: Tensor) -> Tensor:
+def orthogonalised(gradient: Tensor, num_steps: int = 5) -> Tensor:
     """Newton-Schulz iteration in bfloat16 towards the nearest matrix with singular values of 1."""
     a, b, c = _NEWTON_SCHULZ
     x = gradient.bfloat16()
     if transposed := x.shape[0] > x.shape[1]:
         x = x.t()
     x = x / (x.norm() + 1e-7)
-    for _ in range(_NEWTON_SCHULZ_STEPS):
+    for _ in range(num_steps):
         gram = x @ x.t()
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.t() if transposed else x).float()

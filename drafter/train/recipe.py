@@ -23,6 +23,7 @@ from drafter.train.bigrams import bigram_factors
 from drafter.train.designs import architecture_name, chain_keys, design_of, network_class
 from drafter.train.loop import LoopConfig, Training, saved_state
 from drafter.train.network import DraftNetwork
+from drafter.train.process import prepare_process
 from drafter.train.states import States, StatesFolder
 from drafter.train.target import check_capture, stop_ids
 from scheduler.errors import SettingsError
@@ -196,8 +197,7 @@ def export(config: RunConfig, network: DraftNetwork, folder: Path) -> None:
 
 def train(config: RunConfig) -> Iterator[dict[str, Any]]:
     """Trains, and exports to `run/checkpoint` at every evaluation. Yields the metrics of each."""
-    # laws and gradients are full of numbers near zero, on which some processors take a hundred times as long
-    torch.set_flush_denormal(True)
+    prepare_process()
     training = start_training(config)
     for metrics in training.train():
         export(config, training.network, config.run / "checkpoint")

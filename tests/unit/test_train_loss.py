@@ -32,6 +32,7 @@ class Case:
         self.lse = (last @ whole_head.t()).logsumexp(-1)
         self.lm_head = whole_head[:NUM_TOKENS].contiguous()
         self.laws = target_laws(last, self.lse, self.lm_head)
+        self.p = self.laws.probabilities(torch.arange(NUM_LAWS))
         self.hidden = normal(NUM_SLOTS, WIDTH).requires_grad_()
         self.mixed = normal(NUM_SLOTS, RANK).requires_grad_() if markov else None
         self.w2 = normal(NUM_TOKENS, RANK).requires_grad_() if markov else None
@@ -49,7 +50,7 @@ class Case:
 
 
 def twin(case: Case, config: LossConfig) -> tuple[float, float, float, float, np.ndarray]:
-    logits, laws = case.logits().detach().double().numpy(), case.laws.double().numpy()
+    logits, laws = case.logits().detach().double().numpy(), case.p.double().numpy()
     ce, tv, kl, overlap = (np.zeros(NUM_SLOTS) for _ in range(4))
     for n in range(NUM_SLOTS):
         q, p = softmax(logits[n]), laws[int(case.slots.law_rows[n])]
@@ -89,7 +90,7 @@ def test_the_written_out_gradients_equal_autograd(config: LossConfig) -> None:
     for x in (case.hidden, case.mixed, case.w2):
         x.grad = None
     log_q = case.logits().log_softmax(-1)
-    p = case.laws[case.slots.law_rows]
+    p = case.p[case.slots.law_rows]
     known = case.slots.label_columns >= 0
     ce = -log_q.gather(1, case.slots.label_columns.clamp_min(0).unsqueeze(1)).squeeze(1) * known
     each = config.ce * ce + config.tv * (log_q.exp() - p).abs().sum(-1) - config.kl * (p * log_q).sum(-1)
@@ -101,7 +102,7 @@ def test_the_written_out_gradients_equal_autograd(config: LossConfig) -> None:
 
 def test_mass_outside_the_draft_vocabulary_is_loss_that_cannot_be_removed() -> None:
     case = Case(seed=2, markov=False)
-    inside = case.laws.sum(-1)
+    inside = case.p.sum(-1)
     assert bool((inside < 0.999).any())
     _, terms = loss_of(case)
     assert bool((terms.overlap <= inside[case.slots.law_rows] + 1e-5).all())
