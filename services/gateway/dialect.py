@@ -20,7 +20,8 @@ ARGUMENTS_KEY = {"hermes": "arguments", "llama3_json": "parameters"}
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """calls: name of the syntax of tool calls. native_tools: the chat template shows tools in that syntax itself.
-    native_calls: it shows earlier calls and their results. thinks: answers may begin with a thought. special: those of the tags that are special tokens, by their text."""
+    native_calls: it shows earlier calls and their results. thinks: answers may begin with a thought. special: those of the
+    tags that are special tokens, by their text."""
 
     calls: str = "hermes"
     native_tools: bool = False

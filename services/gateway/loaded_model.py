@@ -13,7 +13,7 @@ from services.gateway.completion_request import CompletionRequest
 from services.gateway.dialect import Dialect, dialect_of
 from services.gateway.template import ChatTemplate
 from services.gateway.text import Tokenizer
-from services.gateway.tool_prompt import with_tools
+from services.gateway.tool_prompt import calls_as_text, with_tools
 from services.model_card import ModelCard
 
 _LONG_CHARS = 8192
@@ -36,6 +36,8 @@ class LoadedModel:
         """The conversation as the chat template renders it. Raises BadParams."""
         messages, tools = [message.for_template() for message in chat.messages], chat.tool_use().for_template()
         variables = self._known(chat.chat_template_kwargs or {})
+        if not self.dialect.native_calls:
+            messages = calls_as_text(messages)
         if self.dialect.native_tools:
             variables["tools"] = tools
         else:

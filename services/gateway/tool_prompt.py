@@ -25,11 +25,16 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
+def calls_as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation with earlier calls and their results as text."""
+    return [_as_text(message) for message in messages]
+
+
 def with_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
 ) -> list[dict[str, Any]]:
-    """The conversation with the tools in its system message, and earlier calls and results as text."""
-    told = [_as_text(message) for message in messages]
+    """The conversation with the tools in its system message."""
+    told = [dict(message) for message in messages]
     if not tools:
         return told
     text = _BEFORE + "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools) + _AFTER
