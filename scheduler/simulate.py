@@ -228,9 +228,9 @@ def compare(
 
 
 def window_of(machine: Machine, *, clients: int, warm_tokens: int = 128, counted_tokens: int = 0) -> Window:
-    """As long as plain decoding needs for so many tokens of each client, by default for 16,384 of all, at least 256 of each:
+    """As long as plain decoding needs for so many tokens of each client, by default for 8,192 of all, at least 256 of each:
     comparable effort on fast machines and slow ones."""
-    counted_tokens = counted_tokens or max(256, 16384 // clients)
+    counted_tokens = counted_tokens or max(256, 8192 // clients)
     step_s = machine.law.verify_s(StepWork(clients, clients, 192 * clients, 192 * clients)) + machine.law.host_s(
         clients
     )

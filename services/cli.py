@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from scheduler.errors import Rejected, ServingError, SettingsError
+from services.bench.flags import BENCH, SWEEP, add_flags, sweep_of
 from services.launch import StartFailed, fail, serve_in_process, serve_with_ray
 from services.settings import Settings, load_settings
 from services.simulate import add_simulate
@@ -102,14 +103,10 @@ def _add_measure(commands: Any) -> None:
 
 def _add_bench(commands: Any) -> None:
     bench = _command(commands, "bench", "Compare planners under load, interleaved.", _bench, SETTING_FLAGS)
-    bench.add_argument("--planners", default="off,algorithm1", help="comma-separated arms (default %(default)s)")
-    bench.add_argument("--concurrency", default="1,4,16", help="comma-separated (default %(default)s)")
-    bench.add_argument("--prompts", metavar="FILE.jsonl", action="append", default=[], help='lines of {"turns": [...]}')
-    bench.add_argument("--num-prompts", type=int, default=0, help="prompts per kind; 0 is all")
-    bench.add_argument("--max-tokens", type=int, default=96)
-    bench.add_argument("--temperature", type=float, default=0.0)
-    bench.add_argument("--rounds", type=int, default=3, help="repetitions of each arm (default %(default)s)")
-    bench.add_argument("--url", help="measure a running server instead: its address up to /v1")
+    add_flags(bench, BENCH)
+    text = "Every planner at every load, kind of text and temperature; the paper's pictures."
+    sweep = _command(bench.add_subparsers(metavar="sweep"), "sweep", text, _sweep, SETTING_FLAGS)
+    add_flags(sweep, SWEEP)
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
@@ -161,28 +158,18 @@ def _measure(args: argparse.Namespace) -> None:
 
 
 def _bench(args: argparse.Namespace) -> None:
-    from services.bench.load import Load, bench
-
-    load = Load(
-        planners=tuple(args.planners.split(",")),
-        concurrency=_numbers("--concurrency", args.concurrency),
-        prompt_files=tuple(args.prompts),
-        num_prompts=args.num_prompts,
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        rounds=args.rounds,
-    )
-    bench(settings_of(args), load, url=args.url)
+    _run_bench(args, BENCH)
 
 
-def _numbers(flag: str, text: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise SettingsError(f"{flag} {text!r}: write positive numbers separated by commas, for example 1,4,16")
-    return numbers
+def _sweep(args: argparse.Namespace) -> None:
+    _run_bench(args, SWEEP)
+
+
+def _run_bench(args: argparse.Namespace, defaults: dict[str, str]) -> None:
+    from services.bench.sweep import Files, bench
+
+    files = Files(args.out, args.plot, args.record)
+    bench(settings_of(args), sweep_of(args, defaults), url=args.url, files=files)
 
 
 if __name__ == "__main__":

@@ -100,6 +100,22 @@ def test_measure_ends_in_one_json_line_and_draws(flags, capsys, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_recorded_rounds_feed_the_simulator(flags, capsys, tmp_path):
+    traces = tmp_path / "traces.jsonl"
+    few = ["--concurrency", "none", "--poisson", "50", "--arrivals", "6", "--rounds", "1", "--max-tokens", "24"]
+    arguments = ["bench", "sweep", *flags, "--planners", "fixed:7", "--kinds", "code", "--num-prompts", "2", *few]
+    assert main([*arguments, "--temperature", "0", "--record", str(traces), "--out", str(tmp_path / "x.json")]) == 0
+    assert "traces: " in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "x.json").read_text())["bench"]
+    lines = [json.loads(line) for line in traces.read_text().splitlines()]
+    assert len(lines) == 6 and row["rate"] == 50 and {line["kind"] for line in lines} == {"code"}
+    assert all(round_["verified"] <= len(round_["confidence"]) <= 7 for line in lines for round_ in line["rounds"])
+    study = ["--curve", "cpu", "--loads", "2", "--planners", "off,fixed:7", "--seconds", "5"]
+    assert main(["simulate", "--workloads", str(traces), *study]) == 0
+    simulated = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert abs(simulated[1]["accept_length"] - row["accept_length"]) < 0.3
+
+
 def test_bench_compares_planners_side_by_side(flags, capsys):
     arguments = ["bench", *flags, "--planners", "off,fixed:7", "--concurrency", "1,2", "--rounds", "2"]
     assert main([*arguments, "--num-prompts", "2", "--max-tokens", "12"]) == 0
@@ -112,7 +128,7 @@ def test_bench_compares_planners_side_by_side(flags, capsys):
     ]
     for row in rows:
         assert row["tokens_per_s"] > 0 and len(row["tokens_per_s_runs"]) == 2 and row["accept_length"] >= 1
-        assert row["tokens"] == 2 * 12 * (2 if row["concurrency"] == 1 else 4)
+        assert row["tokens"] == 2 * 12 * 3 * row["concurrency"]
         assert row["verify_budget"] == 0 or row["planner"] == "fixed:7"
 
 
@@ -163,7 +179,15 @@ def test_the_benchmark_measures_a_running_server(server, capsys, tmp_path):
     arguments = ["bench", "--url", f"http://127.0.0.1:{server.port}/v1", "--prompts", str(prompts)]
     assert main([*arguments, "--concurrency", "2", "--rounds", "1", "--max-tokens", "10"]) == 0
     (row,) = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["bench"]
-    assert row["kind"] == "mine" and row["planner"] == "server" and row["tokens"] == 40 and row["accept_length"] >= 1
+    assert row["kind"] == "mine" and row["planner"] == "server" and row["answers"] == 6 and row["accept_length"] >= 1
+
+
+def test_a_running_server_s_requests_choose_their_own_arm(server, capsys):
+    arguments = ["bench", "sweep", "--url", f"http://127.0.0.1:{server.port}/v1", "--planners", "off,fixed:7"]
+    few = ["--concurrency", "2", "--rounds", "1", "--max-tokens", "10", "--num-prompts", "2", "--kinds", "mixed"]
+    assert main([*arguments, *few, "--temperature", "0"]) == 0
+    rows = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["bench"]
+    assert [(row["planner"], row["answers"]) for row in rows] == [("off", 6), ("fixed:7", 6)]
 
 
 def test_a_server_that_is_told_to_stop_finishes_its_streams(server):

@@ -1,22 +1,34 @@
-"""Benchmark arithmetic: percentiles, ratios of sums, speedups of rounds run side by side, fair order, prompt files."""
+"""Benchmark arithmetic: windows, percentiles, ratios of rounds run side by side, goodput; fair order; prompt files; flags."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import time
 
 import pytest
 
-from scheduler.errors import SettingsError
+from scheduler.errors import Failed, Overloaded, SettingsError
 from scheduler.wire import Delta
-from services.bench.load import Load, run_arms
+from services.bench.arms import ServerSubject
+from services.bench.load import Answers, closed_loop, open_loop, tokens_between
+from services.bench.pictures import draw
 from services.bench.prompts import BUILT_IN, load_prompts
-from services.bench.report import Arm, percentile, report, speedup
+from services.bench.report import Arm, Limits, Place, Ratio, best_fixed, percentile, points, rows, sustained, table
+from services.bench.server import count_chunk
+from services.bench.sweep import Runner, Sweep, rotated
+from services.cli import main
 from services.generate import Tally
 
+HERE = Place("code", 0.0, concurrency=1)
 
-def tally(num_tokens: int, rounds: int, first_s: float = 0.1, last_s: float = 1.1, verified: int = 0) -> Tally:
+
+def tally(
+    num_tokens: int, rounds: int, *, began=0.0, first_s: float = 0.1, last_s: float = 1.1, verified: int = 0
+) -> Tally:
     return Tally(
+        began=began,
         first_token_s=first_s,
         last_token_s=last_s,
         num_tokens=num_tokens,
@@ -26,6 +38,14 @@ def tally(num_tokens: int, rounds: int, first_s: float = 0.1, last_s: float = 1.
     )
 
 
+def arm(planner: str, *seconds: float, place: Place = HERE) -> Arm:
+    """Ten tokens a round, in so many seconds."""
+    made = Arm(place, planner)
+    for s in seconds:
+        made.add(Answers(0.0, s, [tally(10, 9, last_s=s)]), Limits())
+    return made
+
+
 @pytest.mark.parametrize(("percent", "value"), [(50, 2.0), (99, 4.0), (100, 4.0), (25, 1.0), (26, 2.0)])
 def test_percentiles_are_values_that_were_measured(percent, value):
     assert percentile([4.0, 1.0, 3.0, 2.0], percent) == value
@@ -33,27 +53,62 @@ def test_percentiles_are_values_that_were_measured(percent, value):
 
 
 def test_time_per_token_divides_by_tokens_not_by_chunks():
-    arm = Arm.of_run("code", 1, "off", [tally(11, 5), tally(1, 0)], seconds=2.0)
-    assert arm.per_token_s == [pytest.approx(0.1)] and arm.tokens_per_s == [6.0]
+    made = Arm(HERE, "off")
+    made.add(Answers(0.0, 2.0, [tally(11, 5), tally(1, 0, last_s=0.1)]), Limits())
+    assert made.per_token_s == [pytest.approx(0.1)] and made.tokens_per_s == [6.0]
+
+
+def test_only_tokens_inside_the_window_count():
+    answer = tally(11, 10, began=5.0, first_s=1.0, last_s=3.0)
+    assert tokens_between(answer, 0.0, 100.0) == 11
+    assert tokens_between(answer, 0.0, 7.0) == 1 + 5
+    assert tokens_between(answer, 7.0, 100.0) == 5
+    assert tokens_between(answer, 6.5, 7.5) == pytest.approx(5.0)
+    assert tokens_between(answer, 9.0, 100.0) == tokens_between(tally(0, 0), 0.0, 9.0) == 0
+    assert tokens_between(tally(3, 1, first_s=0.5, last_s=0.5), 0.0, 1.0) == 3, "all in one chunk"
 
 
 def test_lengths_are_ratios_of_sums_not_means_of_ratios():
-    runs = [
-        Arm.of_run("code", 1, "p", [tally(11, 10, verified=70)], 1.0),
-        Arm.of_run("code", 1, "p", [tally(3, 1)], 1.0),
+    made = Arm(HERE, "p")
+    made.add(Answers(0.0, 2.0, [tally(11, 10, verified=70)]), Limits())
+    made.add(Answers(0.0, 2.0, [tally(3, 1)]), Limits())
+    assert made.accept_length == 12 / 11 and made.budget == 70 / 11
+    assert made.tokens_per_s == [5.5, 1.5]
+    assert Arm(HERE, "p").accept_length == 1.0
+
+
+def test_ratios_pair_the_rounds_that_ran_side_by_side():
+    slow, fast = arm("off", 1.0, 10.0, 2.0), arm("x", 0.5, 5.0, 0.8)
+    assert Ratio.of(fast, slow) == Ratio(2.0, 2.0, pytest.approx(2.5))
+    listed = rows({HERE: {"off": slow, "x": fast}})
+    assert [row["over_off"] for row in listed] == [[1.0, 1.0, 1.0], [2.0, 2.0, 2.5]] and json.dumps(listed)
+
+
+def test_regret_is_against_the_best_of_the_fixed_arms():
+    arms = {
+        name: arm(name, s) for name, s in (("off", 2.0), ("fixed:3", 1.0), ("threshold:0.5", 0.1), ("algorithm1", 1.25))
+    }
+    assert best_fixed(arms).planner == "fixed:3"
+    assert {row["planner"]: row["over_best_fixed"][0] for row in rows({HERE: arms})}["algorithm1"] == 0.8
+    assert [point.ratio for point in points({HERE: arms})][:2] == [0.5, 1.0]
+    assert len(table({HERE: arms})) == 5
+
+
+def test_one_arm_alone_has_no_ratios():
+    (row,) = rows({HERE: {"server": arm("server", 1.0)}})
+    assert row["over_off"] is row["over_best_fixed"] is row["best_fixed"] is None
+
+
+def test_a_good_answer_begins_in_time_and_keeps_its_pace_and_a_refused_one_is_not_good():
+    place, made = Place("chat", 0.0, rate=2.0), Arm(Place("chat", 0.0, rate=2.0), "off")
+    answers = [tally(11, 5), tally(11, 5, first_s=3.0, last_s=4.0), tally(2, 1, last_s=9.0), tally(1, 0, last_s=0.1)]
+    made.add(Answers(0.0, 10.0, answers, num_refused=1), Limits(ttft_s=1.0, tpot_s=0.2))
+    assert (made.num_good, made.num_asked, made.good_share) == (2, 5, 0.4)
+    assert made.good_per_s == [0.2]
+    assert sustained({place: {"off": made}}, share=0.4) == [
+        {"kind": "chat", "temperature": 0.0, "planner": "off", "rate": 2.0}
     ]
-    merged = Arm.merged(runs)
-    assert merged.accept_length == 12 / 11 and merged.budget == 70 / 11
-    assert merged.tokens_per_s == [11.0, 3.0]
-    assert Arm.of_run("code", 1, "p", [tally(1, 0)], 1.0).accept_length == 1.0
-
-
-def test_speedup_pairs_the_rounds_that_ran_side_by_side():
-    slow = Arm.merged([Arm.of_run("c", 1, "off", [tally(10, 9)], s) for s in (1.0, 10.0, 2.0)])
-    fast = Arm.merged([Arm.of_run("c", 1, "x", [tally(10, 9)], s / 2) for s in (1.0, 10.0, 2.0)])
-    assert speedup(fast, slow) == 2.0
-    rows = report([slow, fast], ("off", "x"))
-    assert [row["speedup"] for row in rows] == [1.0, 2.0] and json.dumps(rows)
+    assert sustained({place: {"off": made}})[0]["rate"] == 0.0
 
 
 def test_a_tally_counts_rounds_and_leaves_the_prefill_out():
@@ -65,32 +120,158 @@ def test_a_tally_counts_rounds_and_leaves_the_prefill_out():
     assert (counted.num_drafted, counted.num_verified, counted.num_accepted) == (7, 5, 2)
 
 
-async def test_arms_get_the_same_prompts_in_the_same_order_and_take_turns_at_going_first():
-    log: list[tuple[str, str]] = []
-    live = most = 0
-    planner = ""
+class Clockwork:
+    """A subject whose answers take 10 ms; writes down who asked what under which planner."""
 
-    async def set_planner(name: str) -> None:
-        nonlocal planner
-        planner = name
+    model = "clockwork"
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, str, int]] = []
+        self.planner = ""
+        self.live = self.most = 0
+        self.capacity = 100
+
+    async def use(self, planner: str) -> None:
+        assert self.live == 0, "the arm before is still running"
+        self.planner = planner
+
+    async def ask(self, body) -> Tally:
+        if self.live >= self.capacity:
+            raise Overloaded("full")
+        self.log.append((self.planner, body["messages"][0]["content"], body["max_tokens"]))
+        self.live += 1
+        self.most = max(self.most, self.live)
+        answer = Tally()
+        await asyncio.sleep(0.01)
+        self.live -= 1
+        answer.num_tokens, answer.first_token_s, answer.last_token_s = 10, 0.001, time.monotonic() - answer.began
+        return answer
+
+
+async def test_arms_get_the_same_prompts_in_the_same_order_and_take_turns_at_going_first(capsys):
+    subject = Clockwork()
+    sweep = Sweep(planners=("a", "b"), concurrency=(3,), rounds=2)
+    runner = Runner(sweep, subject, {"kind": ["p", "q"]})
+    await runner.run()
+    warm = [(planner, prompt) for planner, prompt, tokens in subject.log if tokens == 2]
+    measured = [(planner, prompt) for planner, prompt, tokens in subject.log if tokens == 96]
+    assert warm == [(planner, prompt) for planner in "abba" for prompt in "pq"], (
+        "each arm is warmed up, outside the window"
+    )
+    assert [prompt for _, prompt in measured] == list(itertools.islice(itertools.cycle("pq"), 9)) * 4
+    assert [planner for planner, _ in measured] == ["a"] * 9 + ["b"] * 18 + ["a"] * 9
+    assert subject.most == 3
+    (arms,) = runner.results.values()
+    assert [(name, len(each.tokens_per_s)) for name, each in arms.items()] == [("a", 2), ("b", 2)]
+    progress = capsys.readouterr().err.splitlines()
+    assert len(progress) == 4 and progress[0].startswith("[1/4] kind T=0 load 3 round 1 a: ")
+
+
+async def test_the_window_of_a_closed_loop_ends_when_the_first_client_has_nothing_left():
+    subject = Clockwork()
 
     async def ask(prompt: str) -> Tally:
-        nonlocal live, most
-        log.append((planner, prompt))
-        live += 1
-        most = max(most, live)
-        await asyncio.sleep(0.001)
-        live -= 1
-        return tally(10, 9)
+        if prompt == "long":
+            await asyncio.sleep(0.2)
+        return await subject.ask({"messages": [{"content": prompt}], "max_tokens": 1})
 
-    load = Load(planners=("a", "b"), concurrency=(3,), rounds=2)
-    arms = await run_arms(load, load.planners, {"kind": ["p", "q"]}, ask, set_planner)
-    warm, measured = log[:4], log[4:]
-    assert [name for name, _ in warm] == ["a", "a", "b", "b"]
-    asked = ["p", "q"] * 3
-    assert [prompt for _, prompt in measured] == asked * 4
-    assert [name for name, _ in measured] == ["a"] * 6 + ["b"] * 6 + ["b"] * 6 + ["a"] * 6
-    assert most == 3 and [(arm.planner, len(arm.tokens_per_s)) for arm in arms] == [("a", 2), ("b", 2)]
+    answers = await closed_loop(["x", "x", "long", "x"], 2, ask)
+    assert len(answers.tallies) == 4 and answers.seconds < 0.15
+
+
+async def test_arrivals_are_the_same_for_every_arm_and_a_refusal_is_counted_not_raised():
+    subject = Clockwork()
+    subject.capacity = 1
+
+    async def ask(prompt: str) -> Tally:
+        return await subject.ask({"messages": [{"content": prompt}], "max_tokens": 1})
+
+    runs = [await open_loop(["x"] * 40, 400.0, ask, seed=3) for _ in range(2)]
+    assert runs[0].seconds == pytest.approx(runs[1].seconds)
+    assert all(run.num_refused > 0 and len(run.tallies) > 0 for run in runs)
+    assert len(runs[0].counted) < len(runs[0].tallies), "the first fifth only warms up"
+
+
+async def test_the_first_failure_ends_the_run_and_is_the_one_raised():
+    async def ask(prompt: str) -> Tally:
+        await asyncio.sleep(0 if prompt == "bad" else 60)
+        raise Failed("broken")
+
+    with pytest.raises(Failed, match="broken"):
+        await asyncio.wait_for(closed_loop(["good", "bad"], 2, ask), 5)
+
+
+async def test_a_server_s_requests_name_their_planner_and_must_be_told_that_it_held():
+    bodies = []
+
+    class Remote:
+        async def ask(self, body):
+            bodies.append(body)
+            return tally(3, 1)
+
+    subject = ServerSubject(Remote(), "m")
+    await subject.ask({"x": 1})
+    await subject.use("fixed:3")
+    await subject.ask({"x": 1})
+    await subject.use("server")
+    await subject.ask({"x": 1})
+    assert bodies == [{"x": 1}, {"x": 1, "speculation": {"mode": "fixed:3"}}, {"x": 1}]
+    usage = {
+        "choices": [],
+        "usage": {"completion_tokens": 9},
+        "metrics": {"speculative_decoding": {"num_spec_steps": 4}},
+    }
+    count_chunk(counted := Tally(), usage)
+    assert (counted.num_tokens, counted.num_rounds) == (9, 4)
+    with pytest.raises(Failed, match=r"does not report speculation\.mode 'fixed:3'"):
+        count_chunk(Tally(), usage, {"mode": "fixed:3"})
+    usage["metrics"]["speculative_decoding"]["mode"] = "fixed:3"
+    count_chunk(Tally(), usage, {"mode": "fixed:3"})
+
+
+def test_every_arm_is_once_first():
+    assert [list(rotated("abc", by)) for by in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
+
+
+def test_mixed_text_takes_the_kinds_in_turn_and_unknown_kinds_are_named():
+    prompts = Sweep(kinds=("mixed", "code"), num_prompts=2).prompts()
+    assert list(prompts) == ["mixed", "code"]
+    assert prompts["mixed"][:3] == [BUILT_IN[kind][0] for kind in BUILT_IN] and len(prompts["mixed"]) == 6
+    with pytest.raises(SettingsError, match=r"--kinds poems: there are code, math, chat, mixed"):
+        Sweep(kinds=("poems",)).prompts()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--concurrency", "0"], "--concurrency '0': write different numbers"),
+        (["--concurrency", "4,4"], "--concurrency '4,4'"),
+        (["--poisson", "x"], "--poisson 'x'"),
+        (["--temperature", "-1"], "--temperature '-1'"),
+        (["--planners", "best"], "'best' is not a planner"),
+        (["--planners", "off,off"], "--planners off,off: each arm once"),
+        (["--rounds", "0"], "--rounds 0: must be at least 1"),
+        (["--arrivals", "2"], "--arrivals 2: must be at least 5"),
+        (["--concurrency", "none"], "nothing to run"),
+        (["--tpot-ms", "0"], "--tpot-ms 0.0: must be above 0"),
+        (["--kinds", "poems"], "--kinds poems: there are"),
+        (["--url", "http://127.0.0.1:9/v1", "--record", "x.jsonl"], "--record needs the engine in this process"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_that_names_it(flags, message, capsys):
+    for command in (["bench"], ["bench", "sweep"]):
+        assert main([*command, *flags]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+
+
+def test_pictures_are_drawn_of_every_panel(tmp_path):
+    places = [Place("code", 0.0, concurrency=n) for n in (1, 4)] + [Place("chat", 1.0, rate=0.5)]
+    results = {
+        place: {name: arm(name, 1.0, place=place) for name in ("off", "fixed:3", "algorithm1")} for place in places
+    }
+    draw(points(results), str(tmp_path / "x.png"), "title")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_prompts_of_our_own_have_three_kinds_and_none_twice():
