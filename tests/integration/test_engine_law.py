@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,20 @@ import torch
 from scipy.stats import chisquare
 
 from scheduler.wire import Extension, SamplingParams
+from tests.unit.drafter_twins import Flavour, write_drafter
 from verifier import runner as runner_module
 
 PROMPTS = [[27], [43, 22, 45, 1, 2], [3, 19, 28, 0, 6, 17, 4, 5, 45, 9, 34, 43, 22], list(range(40)), [5, 6] * 20, [8]]
 PLANNERS = ["off", *(f"fixed:{k}" for k in range(1, 8)), "threshold:0.5", "algorithm1"]
 NUM_SAMPLES = 12000
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path | str]:
+    """The trained drafters of the reference by name; an MTP module, of which it has none, with random weights."""
+    mtp = write_drafter(tmp_path_factory.mktemp("mtp"), golden / "target", Flavour("qwen3", "none", design="mtp"))
+    special: dict[str, Path | str] = {"ngram": "ngram", "mtp": mtp}
+    return lambda name: special.get(name, golden / name)
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
@@ -48,18 +58,18 @@ async def test_greedy_ids_survive_preemption_in_a_pool_too_small_for_all(
 
 
 @pytest.mark.parametrize(
-    "drafter", ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dspark_noconfmarkov", "dflash", "eagle3", "ngram"]
+    "drafter",
+    ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dspark_noconfmarkov", "dflash", "eagle3", "mtp", "ngram"],
 )
 async def test_seeded_text_is_the_same_alone_in_a_batch_without_drafts_and_under_every_planner(
-    launch, golden: Path, drafter: str
+    launch, golden: Path, checkpoint_of, drafter: str
 ) -> None:
     params = [SamplingParams(temperature=t, seed=s, top_p=p, max_tokens=30)
               for t, s, p in [(1.0, 1, 1.0), (0.7, 2, 0.9), (1.5, 3, 1.0), (1.0, 2**62, 0.8)]]  # fmt: skip
     cases = [(prompt, p) for prompt in PROMPTS[:2] for p in params]
     async with launch(golden / "target", None, planner="off") as engine:
         expected = [(await engine.ask([prompt], p))[0].token_ids for prompt, p in cases]
-    checkpoint = drafter if drafter == "ngram" else golden / drafter
-    async with launch(golden / "target", checkpoint, like_a_gpu=True) as engine:
+    async with launch(golden / "target", checkpoint_of(drafter), like_a_gpu=True) as engine:
         for planner in PLANNERS:
             await engine.actor.set_planner(planner)
             answers = await engine.ask([prompt for prompt, _ in cases], [p for _, p in cases])
@@ -116,14 +126,16 @@ CASES = [
     ("algorithm1", "dspark_noconfmarkov", SamplingParams(temperature=1.7, top_p=0.9, top_k=10, max_tokens=3)),
     ("fixed:7", "dflash", SamplingParams(temperature=1.7, top_p=0.95, max_tokens=3)),
     ("fixed:5", "eagle3", SamplingParams(temperature=1.0, max_tokens=3)),
+    ("algorithm1", "mtp", SamplingParams(temperature=1.7, top_k=8, max_tokens=3)),
     ("fixed:3", "ngram", SamplingParams(temperature=1.0, max_tokens=3)),
 ]  # fmt: skip
 
 
-async def sample(launch, golden: Path, planner: str, drafter: str, params: SamplingParams) -> Counter[tuple[int, ...]]:
-    checkpoint = drafter if drafter == "ngram" else golden / drafter
+async def sample(
+    launch, target: Path, drafter: Path | str, planner: str, params: SamplingParams
+) -> Counter[tuple[int, ...]]:
     async with launch(
-        golden / "target", checkpoint, planner=planner, candidates=16, max_live=100, max_waiting=NUM_SAMPLES,
+        target, drafter, planner=planner, candidates=16, max_live=100, max_waiting=NUM_SAMPLES,
         check_integrity=False, seed=11, like_a_gpu=True,
     ) as engine:  # fmt: skip
         answers = await engine.ask([[17, 42, 17, 42, 17]] * NUM_SAMPLES, params)
@@ -136,11 +148,11 @@ async def sample(launch, golden: Path, planner: str, drafter: str, params: Sampl
     ("planner", "drafter", "params"), CASES, ids=lambda v: v if isinstance(v, str) else f"T{v.temperature}"
 )
 async def test_sampled_continuations_follow_the_exact_law(
-    launch, golden: Path, golden_twin, planner: str, drafter: str, params: SamplingParams
+    launch, golden: Path, golden_twin, checkpoint_of, planner: str, drafter: str, params: SamplingParams
 ) -> None:
     law = exact_law(golden_twin, [17, 42, 17, 42, 17], params, params.max_tokens)
     assert abs(sum(law.values()) - 1) < 1e-9
-    seen = await sample(launch, golden, planner, drafter, params)
+    seen = await sample(launch, golden / "target", checkpoint_of(drafter), planner, params)
     assert p_value(law, seen) > 1e-4
 
 
@@ -156,7 +168,7 @@ async def test_the_law_test_notices_an_acceptance_that_uses_a_wrong_q(
     monkeypatch.setattr(runner_module, "judge", biased)
     planner, drafter, params = CASES[0]
     law = exact_law(golden_twin, [17, 42, 17, 42, 17], params, params.max_tokens)
-    assert p_value(law, await sample(launch, golden, planner, drafter, params)) < 1e-6
+    assert p_value(law, await sample(launch, golden / "target", golden / drafter, planner, params)) < 1e-6
 
 
 def flattened(extension: Extension) -> Extension:

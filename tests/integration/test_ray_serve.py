@@ -294,11 +294,13 @@ async def trace(workers: Workers) -> list[tuple[int, int]]:
     return rounds
 
 
-def test_drafts_of_two_processes_are_those_of_one(port, tree):
+@pytest.mark.parametrize("drafter", ["dspark_vanilla", "eagle3"])
+def test_drafts_of_two_processes_are_those_of_one(port, tree, golden: Path, drafter: str):
     """The captured features travel by reference from worker to worker; a wrong or late one changes the drafts."""
 
     async def both() -> list[list[tuple[int, int]]]:
-        settings = settings_for(tree, placement="split")
+        checkpoint = {**tree["drafter"], "checkpoint": str(golden / drafter)}
+        settings = settings_for(tree, placement="split", drafter=checkpoint)
         return [await trace(await launch(settings)) for launch in (launch_colocated, launch_split)]
 
     one, two = asyncio.run(both())
