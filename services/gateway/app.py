@@ -99,7 +99,7 @@ def create_app(scheduler: Scheduler, config: GatewayConfig, *, request_ids: bool
         await gateway.stop()
 
     app = FastAPI(title="DSpark Serve", description=_ABOUT, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.openapi = lambda: _openapi(app, gateway)  # type: ignore[method-assign]
     app.state.gateway = gateway
     app.include_router(router)
     app.add_exception_handler(ServingError, _on_serving_error)
@@ -108,10 +108,15 @@ def create_app(scheduler: Scheduler, config: GatewayConfig, *, request_ids: bool
     return app
 
 
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    if app.openapi_schema is None:
-        app.openapi_schema = document(app, version("dspark-serve"))
-    return app.openapi_schema
+def _openapi(app: FastAPI, gateway: Gateway) -> dict[str, Any]:
+    """Examples in it use the model's name, so it is kept once that is known."""
+    if app.openapi_schema is not None:
+        return app.openapi_schema
+    name = gateway.served_names[0] if gateway.loaded.is_set() else "MODEL"
+    found = document(app, version("dspark-serve"), name)
+    if gateway.loaded.is_set():
+        app.openapi_schema = found
+    return found
 
 
 async def _on_serving_error(request: Request, error: Exception) -> Response:

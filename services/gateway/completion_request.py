@@ -19,7 +19,12 @@ class CompletionRequest(GenerationFields):
     """prompt: one text or several, as strings or as token ids; each gets n choices, in order. logprobs: the number of
     alternatives shown with each token. add_special_tokens: whether texts begin as the tokenizer begins them (BOS)."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+    )
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     add_special_tokens: bool | None = None
 

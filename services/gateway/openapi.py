@@ -91,7 +91,7 @@ METRICS: Docs = {
 }
 
 
-def document(app: FastAPI, version: str) -> dict[str, Any]:
+def document(app: FastAPI, version: str, model_name: str) -> dict[str, Any]:
     found = get_openapi(title=app.title, version=version, description=app.description, routes=app.routes)
     schemas = found.setdefault("components", {}).setdefault("schemas", {})
     written_by_hand: tuple[type[BaseModel], ...] = (*_REQUESTS, bodies.ChatCompletionChunk)
@@ -101,8 +101,19 @@ def document(app: FastAPI, version: str) -> dict[str, Any]:
     for path in found["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)
+            _name_model(operation, model_name)
             for response in operation["responses"].values():
                 response.setdefault("headers", {})["x-request-id"] = {"schema": {"type": "string"}}
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     return found
+
+
+def _name_model(operation: dict[str, Any], model_name: str) -> None:
+    """Examples that work as they stand."""
+    for parameter in operation.get("parameters", ()):
+        if parameter["name"] == "name":
+            parameter["example"] = model_name
+    content = operation.get("requestBody", {}).get("content", {}).get("application/json")
+    if content is not None and "model" in content["example"]:
+        content["example"] = {**content["example"], "model": model_name}
