@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: serve test lint lossless bench measure clean
+.PHONY: serve test lint lossless fuzz vanish gateway-cost bench measure clean
 
 serve: $(VENV)/.serve
 	$(BIN)/dspark serve
@@ -23,6 +23,16 @@ lint: $(VENV)/.dev
 # 100 prompts x 96 tokens against transformers.generate, every planner, both placements (about 30 minutes on two cores)
 lossless: $(VENV)/.dev
 	$(BIN)/python -m tests.lossless $(LOSSLESS_FLAGS)
+
+# 10,000 wrong or strange request bodies; 500 clients that vanish; what HTTP adds to the engine (idle machine)
+fuzz: $(VENV)/.dev
+	$(BIN)/python -m tests.hostile fuzz --count 10000
+
+vanish: $(VENV)/.dev
+	$(BIN)/python -m tests.hostile vanish --count 500
+
+gateway-cost: $(VENV)/.dev
+	$(BIN)/python -m tests.gateway_cost $(GATEWAY_COST_FLAGS)
 
 bench: $(VENV)/.serve
 	$(BIN)/dspark bench
