@@ -95,7 +95,7 @@ def _gpu_draft_s(requests: int, width: int) -> float:
 
 def cpu() -> CostLaw:
     """The 135M demo model and its drafter on two cores with bfloat16 products, as `dspark measure` found them."""
-    return law_of_curve("cpu", CostCurve(_CPU, 0.0), host_s=lambda live: 3e-4 + 3e-5 * live, absorb_token_s=5e-5)
+    return law_of_curve("cpu", CostCurve(_CPU, 0.0), host_s=lambda live: 3e-4 + 3e-5 * live, absorb_token_s=1.3e-5)
 
 
 _CPU = CurvePoints(

@@ -60,11 +60,16 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """The step without its drafts: tokens, requests that sample, tokens before each token on average."""
+    """The step without its drafts: last tokens of running answers (each gets a token), prompt tokens, tokens before each token
+    on average."""
 
-    num_tokens: int
-    num_sampling: int
+    num_rounds: int
+    num_prefill: int
     context_len: float
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rounds + self.num_prefill
 
 
 class Drafting:
@@ -156,7 +161,7 @@ class Drafting:
         candidates = [live for live in decoding if self._may_draft(live, epoch)]
         if candidates:
             context_len = sum(live.num_computed for live in decoding) / len(decoding)
-            load = StepLoad(len(decoding) + backlog, len(decoding), context_len)
+            load = StepLoad(len(decoding), backlog, context_len)
             self._ask(candidates, self._choice(candidates, load, step), step)
         if self.shut:
             self._asleep_until = min(step + _ASK_AGAIN, self._gate.next_probe)
@@ -189,7 +194,7 @@ class Drafting:
                 planner,
                 confidence=self._believed[rows] if planner.adaptive else self._filled_in(self._stated, slots)[rows],
                 caps=caps[rows],
-                num_sampling=load.num_sampling + more_emitted,
+                num_sampling=load.num_rounds + more_emitted,
                 step_seconds=self._step_seconds(load, more_tokens, int(caps[rows].sum()) + 1),
                 outlook=self._expected(slots[rows], caps[rows], step) if planner.rule is Rule.AUTO else None,
             )
@@ -303,15 +308,14 @@ class Drafting:
         assert self.curve is not None
         slots = _slots([candidates[row] for row in weighed])
         caps = np.array([self._cap(candidates[row]) for row in weighed])
-        first = load.num_tokens + len(fixed) * fixed_width
-        verify_s = self.curve.verify_seconds(first, len(weighed) * self.info.width + 1, load.context_len)
+        verify_s = self._verify_seconds(load, len(fixed) * fixed_width, len(weighed) * self.info.width + 1)
         table = self.curve.draft_table(len(candidates), self.info.width)
         choice = self._gate.choose(
             step=step,
             survival=survivals(confidence=self._estimates.rates(slots), caps=caps),
             idle_steps=step - self._last_drafted[slots],
             prices=Prices(
-                num_sampling=load.num_sampling,
+                num_sampling=load.num_rounds,
                 verify_seconds=verify_s + self._host_s,
                 draft_seconds=_beside(table, len(fixed), fixed_width),
                 looks_ahead=self.planner.rule is Rule.AUTO,
@@ -364,8 +368,22 @@ class Drafting:
     def _step_seconds(self, load: StepLoad, more_tokens: int, count: int) -> Seconds | None:
         if self.curve is None:
             return None
+        return self._verify_seconds(load, more_tokens, count) + (self._draft_s() + self._host_s)
+
+    def _verify_seconds(self, load: StepLoad, more_tokens: int, count: int) -> Seconds:
+        """[count] seconds of a step of that load and 0, 1, 2 ... tokens more, less what its prompt tokens take.
+
+        Prompts must be computed whatever is drafted: counted in, they would make time look cheap (few tokens come of it) and
+        drafts worth their price in just the steps that they lengthen most.
+        """
+        assert self.curve is not None
         seconds = self.curve.verify_seconds(load.num_tokens + more_tokens, count, load.context_len)
-        return seconds + (self._draft_s() + self._host_s)
+        if load.num_prefill == 0:
+            return seconds
+        with_prompts, without = (
+            self.curve.verify_seconds(n, 1, load.context_len)[0] for n in (load.num_tokens, load.num_rounds)
+        )
+        return seconds - (with_prompts - without)
 
     def _draft_s(self) -> float:
         assert self.curve is not None

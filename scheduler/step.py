@@ -55,7 +55,8 @@ class Outcome:
 def load_of(shares: Sequence[Share]) -> StepLoad:
     num_tokens = sum(share.num_tokens for share in shares)
     before = sum(share.num_tokens * (share.live.num_computed + share.num_tokens / 2) for share in shares)
-    return StepLoad(num_tokens, sum(share.samples for share in shares), before / max(1, num_tokens))
+    num_rounds = sum(share.is_round for share in shares)
+    return StepLoad(num_rounds, num_tokens - num_rounds, before / max(1, num_tokens))
 
 
 def extension_of(share: Share) -> Extension:
