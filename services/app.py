@@ -18,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from scheduler.errors import SettingsError
 from scheduler.stats import SchedulerStats
 from scheduler.wire import Request
+from services.access import check_exposure
 from services.cluster import gpu_shares, resolve_placement, visible_gpus
 from services.engine import NO_DRAFTER, Engine, Workers
 from services.gateway.app import create_app
@@ -86,10 +87,12 @@ async def _launch_here(settings: Settings) -> Workers:
 def build(args: Mapping[str, Any] | Settings) -> Application:
     """The application. `args`: the settings tree, as `args:` of a Serve config file; the environment wins over it."""
     settings = args if isinstance(args, Settings) else load_settings(args=args)
+    config = settings.gateway_config()
+    check_exposure(settings.gateway.host, config.auth, allowed=settings.gateway.allow_public_without_keys)
     placement = resolve_placement(settings.placement, visible_gpus())
     settings = settings.model_copy(update={"placement": placement})
     scheduler = _scheduler_deployment(settings).bind(settings)
-    return _gateway_deployment(settings).bind(scheduler, settings.gateway_config())
+    return _gateway_deployment(settings).bind(scheduler, config)
 
 
 def _scheduler_deployment(settings: Settings) -> Any:

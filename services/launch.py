@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 
 from scheduler.errors import SettingsError
+from services.access import check_exposure
 from services.settings import Settings
 
 APPLICATION = "dspark"
@@ -39,6 +40,12 @@ def check_port(host: str, port: int) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise SettingsError(f"gateway.port: cannot listen on {host}:{port}: {reason}; set another --port") from None
+
+
+def check_access(settings: Settings) -> None:
+    """Raises SettingsError for keys that cannot be used, and for a public address without any."""
+    gateway = settings.gateway
+    check_exposure(gateway.host, settings.gateway_config().auth, allowed=gateway.allow_public_without_keys)
 
 
 def check_files(settings: Settings) -> None:
@@ -66,6 +73,7 @@ def on_stop_signals(action: Callable[[], None]) -> None:
 
 def serve_with_ray(settings: Settings) -> None:
     """Starts Ray here, or joins the cluster that RAY_ADDRESS names."""
+    check_access(settings)
     check_port(settings.gateway.host, settings.gateway.port)
     check_files(settings)
     import ray
@@ -149,6 +157,7 @@ def _stop_ray(ray: Any) -> None:
 
 def serve_in_process(settings: Settings) -> None:
     """Gateway, scheduler and workers in this process, under uvicorn."""
+    check_access(settings)
     check_port(settings.gateway.host, settings.gateway.port)
     asyncio.run(_serve_in_process(settings))
 

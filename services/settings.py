@@ -25,6 +25,7 @@ from drafter.config import DrafterConfig
 from scheduler.admit import parse_planner
 from scheduler.config import SchedulerConfig
 from scheduler.errors import SettingsError
+from services.access import AccessLogSettings, AuthSettings, LimitSettings, auth_config
 from services.demo import demo_drafter, demo_target
 from services.gateway.config import GatewayConfig
 from services.gateway.speculation import RULES, SpeculationPolicy
@@ -146,6 +147,8 @@ class SpeculationSettings(_Section):
 class GatewaySettings(_Section):
     """served_names: further names of the model for clients, beside model.name (a list, or names separated by commas).
 
+    allow_public_without_keys: listen on an address that is not loopback though everybody who reaches it may use the server.
+
     max_ongoing_requests: of one replica; Serve queues what is above, so it lies above what the engine admits, which
     answers 429 itself. drain_s: how long a replica that stops may finish its streams. The rest: GatewayConfig."""
 
@@ -167,6 +170,10 @@ class GatewaySettings(_Section):
     max_wait_s: float = Field(default=0.0, ge=0)
     tool_format: Literal["auto", "hermes", "llama3_json"] = "auto"
     reasoning: Literal["auto", "think", "off"] = "auto"
+    auth: AuthSettings = AuthSettings()
+    limits: LimitSettings = LimitSettings()
+    access_log: AccessLogSettings = AccessLogSettings()
+    allow_public_without_keys: bool = False
 
     @field_validator("speculation_metrics", "reasoning", mode="before")
     @classmethod
@@ -243,7 +250,16 @@ class Settings(BaseSettings):
     def gateway_config(self) -> GatewayConfig:
         names = GatewayConfig.__dataclass_fields__
         values = {key: value for key, value in self.gateway.model_dump().items() if key in names}
-        return GatewayConfig(**values | {"speculation": SpeculationPolicy(**self.gateway.speculation.model_dump())})
+        gateway = self.gateway
+        return GatewayConfig(
+            **values
+            | {
+                "speculation": SpeculationPolicy(**gateway.speculation.model_dump()),
+                "auth": auth_config(gateway.auth, gateway.limits),
+                "anonymous_limits": gateway.limits.limits(),
+                "access_log": gateway.access_log.config(),
+            }
+        )
 
     def verifier_config(self, capture_layers: tuple[int, ...]) -> VerifierConfig:
         return VerifierConfig(
@@ -390,6 +406,8 @@ def _settings_error(error: ValidationError, sources: _Sources) -> SettingsError:
         known = {".".join(each): each for each in known_keys()}
         return SettingsError(f"{name}: unknown key (from {origin}){_suggestion(name, known)}")
     reason = first["msg"].removeprefix("Value error, ")
+    if keys[:2] == ("gateway", "auth"):
+        return SettingsError(f"{name}: {reason} (from {origin})")
     return SettingsError(f"{name}: {reason}, got {first['input']!r} (from {origin})")
 
 

@@ -52,6 +52,11 @@ class AnswerResponse(Response):
     def _num_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self._choices)
 
+    @property
+    def _num_cached(self) -> int:
+        leaders = self._choices[:: self._job.num_choices]
+        return sum(choice.usage.cached_tokens for choice in leaders if choice.usage is not None)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outcome, status = "cancelled", 499
         try:
@@ -173,9 +178,7 @@ class AnswerResponse(Response):
 
     def _usage(self) -> dict[str, Any]:
         """A prompt is counted once, however many choices it has."""
-        leaders = self._choices[:: self._job.num_choices]
-        cached = sum(choice.usage.cached_tokens for choice in leaders if choice.usage is not None)
-        return usage_body(self._job.num_prompt, self._num_tokens, cached)
+        return usage_body(self._job.num_prompt, self._num_tokens, self._num_cached)
 
     def _extra(self) -> dict[str, Any]:
         """`metrics`, which is of one choice: null when there are several."""
@@ -194,6 +197,9 @@ class AnswerResponse(Response):
                 self._metrics.time_per_output_token((choice.last_s - choice.first_s) / (choice.num_tokens - 1))
         exchange.outcome = outcome
         exchange.num_prompt_tokens, exchange.num_output_tokens = self._job.num_prompt, self._num_tokens
+        exchange.num_cached_tokens = self._num_cached
+        begun = [choice.first_s for choice in self._choices if choice.first_s]
+        exchange.first_token_s = min(begun) - self._job.arrived_s if begun else 0.0
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, tuple[str, int]]) -> tuple[str, int]:

@@ -18,12 +18,15 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from scheduler.errors import SchedulerLost, ServingError
+from services.gateway.access_log import AccessLog, open_writer
+from services.gateway.auth import Authentication
 from services.gateway.config import GatewayConfig
 from services.gateway.engine import EngineClient
 from services.gateway.errors import error_response, plain_error
 from services.gateway.guard import Guard
 from services.gateway.loaded_model import LoadedModel
 from services.gateway.openapi import document
+from services.gateway.rate_limiting import RateLimiting
 from services.gateway.routes import router
 from services.gateway.subscription import Scheduler
 from services.metrics import GatewayMetrics
@@ -92,11 +95,15 @@ def create_app(scheduler: Scheduler, config: GatewayConfig, *, request_ids: bool
     """`request_ids`: answer with an x-request-id header; Ray Serve adds one itself."""
     gateway = Gateway(scheduler, config)
 
+    log = open_writer(config.access_log)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         gateway.start()
         yield
         await gateway.stop()
+        if log is not None:
+            await asyncio.to_thread(log.close)
 
     app = FastAPI(title="DSpark Serve", description=_ABOUT, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.openapi = lambda: _openapi(app, gateway)  # type: ignore[method-assign]
@@ -104,6 +111,11 @@ def create_app(scheduler: Scheduler, config: GatewayConfig, *, request_ids: bool
     app.include_router(router)
     app.add_exception_handler(ServingError, _on_serving_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    # The last one added is the first that a request meets.
+    app.add_middleware(RateLimiting, anonymous=config.anonymous_limits, metrics=gateway.metrics)
+    app.add_middleware(Authentication, config=config.auth, metrics=gateway.metrics)
+    if log is not None:
+        app.add_middleware(AccessLog, write=log.write, prompts=config.access_log.prompts)
     app.add_middleware(Guard, answers_id=request_ids)
     return app
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.gateway.access_log import NO_LOG, AccessLogConfig
+from services.gateway.auth import NO_KEYS, AuthConfig
+from services.gateway.limits import UNLIMITED, Limits
 from services.gateway.speculation import ALL_ALLOWED, SpeculationPolicy
 
 
@@ -21,6 +24,7 @@ class GatewayConfig:
     tool_format: how the model writes tool calls: `hermes`, `llama3_json`, or `auto`: as its chat template says, else hermes.
     reasoning: whether answers may begin with a thought between <think> and </think>: `think`, `off`, or `auto`: as its chat
         template and tokenizer say.
+    auth: the API keys. anonymous_limits: of all requests together where no key is needed. access_log: where it goes.
     max_wait_s: a request without its first token by then is given up with 429; 0 waits until its deadline.
     """
 
@@ -37,3 +41,6 @@ class GatewayConfig:
     max_wait_s: float = 0.0
     tool_format: str = "auto"
     reasoning: str = "auto"
+    auth: AuthConfig = NO_KEYS
+    anonymous_limits: Limits = UNLIMITED
+    access_log: AccessLogConfig = NO_LOG

@@ -36,6 +36,22 @@ class ModelNotFound(BadParams):
     pass
 
 
+class Unauthorized(Rejected):
+    """`challenge`: the WWW-Authenticate header."""
+
+    def __init__(self, message: str, challenge: str) -> None:
+        super().__init__(message)
+        self.challenge = challenge
+
+
+class Forbidden(Unauthorized):
+    """The key is known and not for this."""
+
+
+class RateLimited(Overloaded):
+    """The key's own limit, not the engine's."""
+
+
 class ContextTooLong(TooLong):
     """`param` names the field that holds the prompt."""
 
@@ -60,9 +76,12 @@ TABLE: dict[type[ServingError], HttpAnswer] = {
     BadParams: HttpAnswer(400, INVALID, "invalid_value"),
     BodyTooLarge: HttpAnswer(413, INVALID, "request_too_large"),
     ModelNotFound: HttpAnswer(404, INVALID, "model_not_found"),
+    Unauthorized: HttpAnswer(401, INVALID, "invalid_api_key"),
+    Forbidden: HttpAnswer(403, INVALID, "permission_denied"),
     TooLong: HttpAnswer(400, INVALID, "context_length_exceeded"),
     ContextTooLong: HttpAnswer(400, INVALID, "context_length_exceeded"),
     Overloaded: HttpAnswer(429, OVERLOADED, "engine_overloaded", 1.0),
+    RateLimited: HttpAnswer(429, OVERLOADED, "rate_limit_exceeded", 1.0),
     Failed: HttpAnswer(500, SERVER, "internal_error"),
     VerifierLost: HttpAnswer(503, SERVER, "engine_unavailable", 5.0),
     DrafterLost: HttpAnswer(503, SERVER, "engine_unavailable", 5.0),

@@ -15,6 +15,7 @@ class Exchange:
     """request_id: as sent back in x-request-id. api_key: the name of the key it came with. model: as the client called it.
 
     outcome: stop, length, tool_calls, cancelled, rejected or failed; empty for endpoints that generate nothing.
+    first_token_s: seconds from arrival; 0 when none came.
     """
 
     request_id: str = ""
@@ -23,7 +24,9 @@ class Exchange:
     stream: bool = False
     outcome: str = ""
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    first_token_s: float = 0.0
 
     @classmethod
     def of(cls, scope: Scope) -> Exchange:

@@ -20,16 +20,19 @@ _SCHEMAS = "#/components/schemas/"
 _REQUESTS: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 _ERRORS = {
     400: "A parameter is wrong, unsupported or does not fit the context; `param` names it.",
+    401: "The server has API keys and none of them came in `authorization: Bearer KEY`; see `www-authenticate`.",
+    403: "The API key is disabled or not for this.",
     404: "There is no such model.",
     405: "There is no such method here; the header `allow` lists those that are.",
     413: "The body is larger than gateway.max_body_bytes.",
-    429: "The queue is full or the request waited too long; `retry-after` says when to try again.",
+    429: "The queue is full, the request waited too long, or the key has reached its limits (`x-ratelimit-*`); "
+    "`retry-after` says when to try again.",
     500: "A fault of the server. `x-should-retry: false` when generation had begun.",
     503: "The engine starts, restarts or drains; `retry-after` says when to try again.",
     504: "The request's time ran out (`timeout`).",
 }
-_GENERATES = (400, 404, 413, 429, 500, 503, 504)
-_READS = (400, 404, 413, 500, 503)
+_GENERATES = (400, 401, 403, 404, 413, 429, 500, 503, 504)
+_READS = (400, 401, 403, 404, 413, 429, 500, 503)
 
 Docs = dict[str, Any]
 
@@ -79,14 +82,14 @@ COMPLETION = _generating(
 )
 TOKENIZE = _reading(bodies.Tokens, *_READS, extra=_body(TokenizeRequest, {"prompt": "Hello"}))
 DETOKENIZE = _reading(bodies.DetokenizedText, *_READS, extra=_body(DetokenizeRequest, {"tokens": [1, 2]}))
-MODELS = _reading(bodies.ModelList, 500, 503)
-MODEL = _reading(bodies.ServedModel, 404, 500, 503)
+MODELS = _reading(bodies.ModelList, 401, 403, 500, 503)
+MODEL = _reading(bodies.ServedModel, 401, 403, 404, 500, 503)
 HEALTH = _reading(bodies.Alive, 500)
 READY: Docs = {"responses": {200: {"model": bodies.Ready}, 503: {"model": bodies.NotReady}, **_errors(500)}}
 METRICS: Docs = {
     "responses": {
         200: {"description": "The page.", "content": {"text/plain": {"schema": {"type": "string"}}}},
-        **_errors(500),
+        **_errors(401, 403, 500),
     },
 }
 
@@ -98,10 +101,14 @@ def document(app: FastAPI, version: str, model_name: str) -> dict[str, Any]:
     for model in written_by_hand:
         schema = model.model_json_schema(ref_template=_SCHEMAS + "{model}")
         schemas |= {**schema.pop("$defs", {}), model.__name__: schema}
+    found["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
     for path in found["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)
             _name_model(operation, model_name)
+            if "401" in operation["responses"]:
+                # The empty alternative: a server without keys asks for none.
+                operation["security"] = [{"bearer": []}, {}]
             for response in operation["responses"].values():
                 response.setdefault("headers", {})["x-request-id"] = {"schema": {"type": "string"}}
     for name in ("HTTPValidationError", "ValidationError"):
