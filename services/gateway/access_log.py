@@ -24,6 +24,7 @@ from services.gateway.exchange import Exchange
 
 _MOST_WAITING = 10_000
 _MOST_PROMPT_BYTES = 1024 * 1024
+_PROBES = ("/health", "/ready")
 _PROMPT_FIELDS = ("messages", "prompt", "tools")
 
 
@@ -88,7 +89,8 @@ def open_writer(config: AccessLogConfig) -> LineWriter | None:
 
 
 class AccessLog:
-    """Writes the line of a request when its answer has ended or its client is gone."""
+    """Writes the line of a request when its answer has ended or its client is gone. Probes that are answered well are left
+    out: they come every few seconds."""
 
     def __init__(self, app: ASGIApp, write: Callable[[dict[str, Any]], None], prompts: bool = False) -> None:
         self._app, self._write, self._prompts = app, write, prompts
@@ -113,8 +115,9 @@ class AccessLog:
         try:
             return await self._app(scope, noting_receive if self._prompts else receive, noting_send)
         finally:
-            prompt = _prompt(bytes(body)) if self._prompts else {}
-            self._write(_record(scope, status, time.monotonic() - begun_s) | prompt)
+            if scope["path"] not in _PROBES or status != 200:
+                prompt = _prompt(bytes(body)) if self._prompts else {}
+                self._write(_record(scope, status, time.monotonic() - begun_s) | prompt)
 
 
 def _record(scope: Scope, status: int, duration_s: float) -> dict[str, Any]:
