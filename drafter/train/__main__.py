@@ -79,6 +79,9 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
         "--mask-token-id", type=int, default=-1, help="a token id that no text contains (dspark, dflash)"
     )
     parser.add_argument("--draft-layers", type=int, default=2, help="of dspark and dflash")
+    parser.add_argument("--init-from", type=Path, help="checkpoint of this target's drafter to start from")
+    parser.add_argument("--head", choices=["vanilla", "gated", "rnn"], default="vanilla", help="Markov head of dspark")
+    parser.add_argument("--anchors", type=int, default=96, help="block starts drawn of one sequence at a visit")
     parser.add_argument("--block-size", type=int, default=0, help="drafted tokens; 0 is 1 for mtp, else 7")
     parser.add_argument("--markov-rank", type=int, default=128)
     parser.add_argument("--draft-vocabulary", type=int, default=6000, help="0 is the target's whole vocabulary")
@@ -121,6 +124,7 @@ def _run_config(options: argparse.Namespace) -> RunConfig:
         num_layers=options.draft_layers,
         block_size=options.block_size or (1 if options.kind == "mtp" else 7),
         markov_rank=options.markov_rank,
+        head_type=options.head,
         draft_vocab_size=options.draft_vocabulary,
         kind=options.kind,
     )
@@ -128,6 +132,7 @@ def _run_config(options: argparse.Namespace) -> RunConfig:
         total_steps=options.steps,
         minutes=options.minutes,
         positions_per_step=options.positions_per_step,
+        anchors_per_sequence=options.anchors,
         evaluate_every=options.evaluate_every,
         # steps of a chain cost what they are; blocks of random length are for drafters that may be asked for less
         variable_block=design_of(options.kind) == "dspark",
@@ -137,7 +142,14 @@ def _run_config(options: argparse.Namespace) -> RunConfig:
             kind=options.optimiser, lr=options.lr, muon_lr=options.muon_lr, decay_share=options.decay_share
         ),
     )
-    return RunConfig(target=options.target, states=options.states, run=options.run, shape=shape, loop=loop)
+    return RunConfig(
+        target=options.target,
+        states=options.states,
+        run=options.run,
+        shape=shape,
+        loop=loop,
+        init_from=options.init_from,
+    )
 
 
 def _integers(text: str) -> tuple[int, ...]:

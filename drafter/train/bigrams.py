@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from drafter.train.blocks import valid_anchors
 from drafter.train.loss import target_laws
 from drafter.train.states import States
 
@@ -44,10 +45,11 @@ def _law_sums(sequences: Iterable[States], head: Tensor, row_of: Tensor) -> tupl
     size = head.shape[0]
     sums, counts, num_rows = torch.zeros(size + 1, size), torch.zeros(size + 1), 0
     for states in sequences:
-        span = slice(states.prompt_len, -1)
-        previous = row_of.index_select(0, states.ids[span].long())
-        laws = target_laws(states.last[span], states.lse[span], head)
-        sums.index_add_(0, previous, laws.probabilities(torch.arange(len(previous))))
+        rows = valid_anchors(states)
+        previous = row_of.index_select(0, states.ids[rows].long().to(row_of.device)).cpu()
+        at = rows.to(states.last.device)
+        laws = target_laws(states.last[at].to(head.device), states.lse[at].to(head.device), head)
+        sums.index_add_(0, previous, laws.probabilities(torch.arange(len(rows), device=head.device)).cpu())
         counts.index_add_(0, previous, torch.ones(len(previous)))
         num_rows += len(previous)
         if num_rows >= _ROWS:

@@ -2,7 +2,7 @@
 
 Owns the alignment (slot k of anchor a predicts token a + k from the target's law at row a + k - 1). Must not know networks.
 
-Shapes: n tokens of a sequence, P of them prompt, A anchors, L slots per block, N = sum of A L, T = sum of n - 1 - P.
+Shapes: n tokens of a sequence, A anchors, L slots per block, N = sum of A L, T rows of laws (an answer of t tokens has t - 1).
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ class Batch:
     def num_positions(self) -> int:
         return int((self.weights > 0).sum())
 
+    def to(self, device: torch.device) -> Batch:
+        blocks = [b.to(device) for b in self.blocks]
+        rest = (self.last, self.lse, self.previous_ids, self.label_ids, self.law_rows, self.weights)
+        return Batch(blocks, *(tensor.to(device) for tensor in rest))
+
     def slots(self, column_of: Tensor, num_columns: int) -> Slots:
         """column_of [V]: draft-vocabulary column of each target id, num_columns for ids outside."""
         columns = column_of.index_select(0, self.label_ids)
@@ -43,7 +48,7 @@ class Batch:
 
 def valid_anchors(states: States) -> Tensor:
     """Answer tokens with a token after them; the last prompt token is no anchor (at serving it never is)."""
-    return torch.arange(states.prompt_len, states.ids.shape[0] - 1)
+    return torch.cat([torch.arange(start, end - 1) for start, end in states.spans])
 
 
 def draw_anchors(states: States, limit: int, generator: torch.Generator) -> Tensor:
@@ -56,26 +61,32 @@ def draw_anchors(states: States, limit: int, generator: torch.Generator) -> Tens
 
 def build_batch(parts: Sequence[tuple[States, Tensor, int]], decay: float) -> Batch:
     """parts: (states, anchors [A], block length) per sequence."""
-    blocks, columns = [], []
+    blocks, columns, laws = [], [], []
     first_law = 0
     for states, anchors, length in parts:
-        n, prompt_len = states.ids.shape[0], states.prompt_len
-        ids = states.ids.long()
+        ids, rows = states.ids.long(), valid_anchors(states)
         # rows after the last anchor are never seen
         blocks.append(Blocks(states.features[: int(anchors.max())], anchors, ids, length))
         targets = anchors.unsqueeze(1) + torch.arange(1, length + 1)
-        inside = targets < n
-        targets = targets.clamp_max(n - 1)
-        weights = slot_weights(length, decay) * inside
-        columns.append((ids[targets - 1], ids[targets], targets - 1 - prompt_len + first_law, weights))
-        first_law += n - 1 - prompt_len
+        ends = _ends(states, anchors).unsqueeze(1)
+        inside = targets < ends
+        targets = torch.minimum(targets, ends - 1)
+        law_of = torch.zeros(len(ids), dtype=torch.int64)
+        law_of[rows] = torch.arange(first_law, first_law + len(rows))
+        columns.append((ids[targets - 1], ids[targets], law_of[targets - 1], slot_weights(length, decay) * inside))
+        laws.append((_rows_of(states.last, rows), _rows_of(states.lse, rows)))
+        first_law += len(rows)
     previous_ids, label_ids, law_rows, weights = (torch.cat([c[i].flatten() for c in columns]) for i in range(4))
-    return Batch(
-        blocks,
-        torch.cat([s.last[s.prompt_len : -1] for s, _, _ in parts]),
-        torch.cat([s.lse[s.prompt_len : -1] for s, _, _ in parts]),
-        previous_ids,
-        label_ids,
-        law_rows,
-        weights,
-    )
+    last, lse = (torch.cat([law[i] for law in laws]) for i in range(2))
+    return Batch(blocks, last, lse, previous_ids, label_ids, law_rows, weights)
+
+
+def _rows_of(tensor: Tensor, rows: Tensor) -> Tensor:
+    """States may lie on another device than the ids."""
+    return tensor.index_select(0, rows.to(tensor.device))
+
+
+def _ends(states: States, anchors: Tensor) -> Tensor:
+    """[A] end of the answer that each anchor is a token of."""
+    ends = torch.tensor([end for _, end in states.spans])
+    return ends[torch.searchsorted(ends, anchors, right=True)]

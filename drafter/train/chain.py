@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from drafter.checkpoint import VOCABULARY, vocabulary_maps
+from drafter.train.heads import Weight, linear
+from drafter.train.layers import DraftLayer
 from drafter.train.native import rms_norm
-from drafter.train.network import Blocks, DraftLayer, DraftNetwork, _linear, _Weight
+from drafter.train.network import Blocks, DraftNetwork
 from verifier.architecture import Architecture
 
 
@@ -31,17 +33,11 @@ class ChainLayer(DraftLayer):
         for projection in (attn.q_proj, attn.k_proj, attn.v_proj):
             projection.weight = nn.Parameter(torch.empty(projection.weight.shape[0], width))
 
-    def project_entered(self, entered: Tensor) -> Tensor:
-        """[N, F] -> [N, H + 2 KV, hd], not rotated."""
-        attn = self.self_attn
-        weight = torch.cat([attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight])
-        return _linear(entered, weight).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-
 
 class Eagle3Layer(ChainLayer):
     def __init__(self, arch: Architecture) -> None:
         super().__init__(arch, 2 * arch.hidden_size)
-        self.hidden_norm = _Weight(arch.hidden_size)
+        self.hidden_norm = Weight(arch.hidden_size)
 
 
 class ChainNetwork(DraftNetwork):
@@ -100,11 +96,11 @@ class Eagle3Network(ChainNetwork):
 
     def _add_modules(self, num_drafted: int) -> None:
         d = self.arch.decoder.hidden_size
-        self.fc = _Weight(d, len(self.arch.target_layer_ids) * d)
+        self.fc = Weight(d, len(self.arch.target_layer_ids) * d)
         self.layers = nn.ModuleList([Eagle3Layer(self.arch.decoder)])
 
     def state(self, features: Tensor) -> Tensor:
-        return _linear(features * self.feature_scale, self.fc.weight)
+        return linear(features * self.feature_scale, self.fc.weight)
 
     def enter(self, embeddings: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.layers[0]
@@ -129,7 +125,7 @@ class MtpNetwork(ChainNetwork):
 
     def _add_modules(self, num_drafted: int) -> None:
         d = self.arch.decoder.hidden_size
-        self.enorm, self.hnorm, self.eh_proj = _Weight(d), _Weight(d), _Weight(d, 2 * d)
+        self.enorm, self.hnorm, self.eh_proj = Weight(d), Weight(d), Weight(d, 2 * d)
         self.layers = nn.ModuleList([ChainLayer(self.arch.decoder, d)])
 
     @torch.no_grad()
@@ -150,7 +146,7 @@ class MtpNetwork(ChainNetwork):
             rms_norm(embeddings, self.enorm.weight, self.eps),
             rms_norm(states, self.hnorm.weight, self.eps),
         )
-        residual = _linear(torch.cat(normed, dim=-1), self.eh_proj.weight)
+        residual = linear(torch.cat(normed, dim=-1), self.eh_proj.weight)
         return rms_norm(residual, self.layer.input_layernorm.weight, self.eps), residual
 
 

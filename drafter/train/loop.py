@@ -214,15 +214,28 @@ def saved_state(run: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     return read_state(path) if path.is_file() else None
 
 
-def batch_loss(network: DraftNetwork, batch: Batch, config: LossConfig) -> tuple[Tensor, dict[str, float]]:
+def batch_loss(
+    network: DraftNetwork, batch: Batch, config: LossConfig, denominator: Tensor | None = None
+) -> tuple[Tensor, dict[str, float]]:
+    """Loss and its terms. denominator: see `vocabulary_loss`."""
     slots = batch.slots(network.row_of, len(network.draft_vocab_ids))
     hidden = network(batch.blocks)
-    mixed, w2 = network.markov(batch.previous_ids)
+    heads = network.head_terms(hidden, batch.blocks, batch.previous_ids)
     laws = target_laws(batch.last, batch.lse, network.lm_head)
-    total, terms = vocabulary_loss(hidden, mixed, w2, lm_head=network.lm_head, laws=laws, slots=slots, config=config)
+    total, terms = vocabulary_loss(
+        hidden,
+        heads.mixed,
+        heads.w2,
+        lm_head=network.lm_head,
+        laws=laws,
+        slots=slots,
+        config=config,
+        denominator=denominator,
+    )
     metrics = {name: float(value.detach()) for name, value in (("ce", terms.ce), ("tv", terms.tv), ("kl", terms.kl))}
     if network.arch.has_confidence and config.confidence:
-        confidence = confidence_loss(network.confidence_logits(hidden, mixed), terms.overlap, slots.weights)
+        logits = network.confidence_logits(hidden, heads.embeddings)
+        confidence = confidence_loss(logits, terms.overlap, slots.weights, denominator)
         metrics["confidence"] = float(confidence.detach())
         total = total + config.confidence * confidence
-    return total, {"loss": round(float(total.detach()), 4), **{k: round(v, 4) for k, v in metrics.items()}}
+    return total, {"loss": float(total.detach()), **metrics}

@@ -90,21 +90,21 @@ def _score(network: DraftNetwork, states: States) -> tuple[Tensor, Tensor, Tenso
     width = network.arch.block_size
     columns, overlaps, labels, weights, errors = [], [], [], [], []
     for anchors in valid_anchors(states).split(_ANCHORS_PER_PASS):
-        batch = build_batch([(states, anchors, width)], decay=4.0)
+        batch = build_batch([(states, anchors, width)], decay=4.0).to(network.lm_head.device)
         slots = batch.slots(network.row_of, len(network.draft_vocab_ids))
         hidden = network(batch.blocks)
-        mixed, w2 = network.markov(batch.previous_ids)
+        heads = network.head_terms(hidden, batch.blocks, batch.previous_ids)
         laws = target_laws(batch.last, batch.lse, network.lm_head)
         _, terms = vocabulary_loss(
-            hidden, mixed, w2, lm_head=network.lm_head, laws=laws, slots=slots, config=LossConfig()
+            hidden, heads.mixed, heads.w2, lm_head=network.lm_head, laws=laws, slots=slots, config=LossConfig()
         )
         inside = slots.weights > 0
         if network.arch.has_confidence:
-            errors.append((network.confidence_logits(hidden, mixed).sigmoid() - terms.overlap).abs()[inside])
+            errors.append((network.confidence_logits(hidden, heads.embeddings).sigmoid() - terms.overlap).abs()[inside])
         columns.append(terms.best)
         labels.append(slots.label_columns)
         overlaps.append(terms.overlap)
         weights.append(inside)
-    best, label, overlap, inside = (torch.cat(x).view(-1, width) for x in (columns, labels, overlaps, weights))
+    best, label, overlap, inside = (torch.cat(x).cpu().view(-1, width) for x in (columns, labels, overlaps, weights))
     error = float(torch.cat(errors).mean()) if errors else 0.0
     return (best == label) & inside, overlap, inside, error

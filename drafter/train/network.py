@@ -10,17 +10,18 @@ N = sum of A L over the batch, C = sum of S, d hidden, m captured layers, r Mark
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafter.architecture import DrafterArchitecture
 from drafter.checkpoint import VOCABULARY
-from drafter.train import native
-from verifier.architecture import Architecture
+from drafter.train.heads import ConfidenceHead, HeadTerms, MarkovHead, Weight, linear
+from drafter.train.layers import DraftLayer
+from drafter.train.native import rms_norm
+from scheduler.errors import SettingsError
 from verifier.layers import Rotary
 
 
@@ -33,67 +34,12 @@ class Blocks:
     ids: Tensor
     length: int
 
+    def positions(self) -> Tensor:
+        """[A, L]"""
+        return self.anchors.unsqueeze(1) + torch.arange(self.length, device=self.anchors.device)
 
-class _Weight(nn.Module):
-    """A linear or a norm without a forward of its own: it only gives the parameter its name."""
-
-    def __init__(self, *shape: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape))
-
-
-class _Attention(nn.Module):
-    def __init__(self, arch: Architecture) -> None:
-        super().__init__()
-        d, q_dim, kv_dim = arch.hidden_size, arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-        self.q_proj, self.k_proj, self.v_proj = _Weight(q_dim, d), _Weight(kv_dim, d), _Weight(kv_dim, d)
-        self.o_proj = _Weight(d, q_dim)
-
-
-class _Mlp(nn.Module):
-    def __init__(self, arch: Architecture) -> None:
-        super().__init__()
-        d, f = arch.hidden_size, arch.intermediate_size
-        self.gate_proj, self.up_proj, self.down_proj = _Weight(f, d), _Weight(f, d), _Weight(d, f)
-
-
-class _MarkovHead(nn.Module):
-    def __init__(self, num_previous: int, num_drafted: int, rank: int) -> None:
-        super().__init__()
-        self.markov_w1, self.markov_w2 = _Weight(num_previous, rank), _Weight(num_drafted, rank)
-
-
-class _ConfidenceHead(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(width, 1)
-
-
-class DraftLayer(nn.Module):
-    def __init__(self, arch: Architecture) -> None:
-        super().__init__()
-        self.eps, self.head_dim = arch.rms_norm_eps, arch.head_dim
-        self.num_heads, self.num_kv_heads = arch.num_heads, arch.num_kv_heads
-        self.input_layernorm, self.post_attention_layernorm = _Weight(arch.hidden_size), _Weight(arch.hidden_size)
-        self.self_attn, self.mlp = _Attention(arch), _Mlp(arch)
-
-    def project(self, hidden: Tensor) -> Tensor:
-        """Block rows [N, d] -> [N, H + 2 KV, hd], not rotated."""
-        attn = self.self_attn
-        weight = torch.cat([attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight])
-        normed = native.rms_norm(hidden, self.input_layernorm.weight, self.eps)
-        return _linear(normed, weight).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-
-    def project_context(self, context: Tensor) -> Tensor:
-        """Context rows [C, d] -> [C, 2 KV, hd]; no input norm here."""
-        weight = torch.cat([self.self_attn.k_proj.weight, self.self_attn.v_proj.weight])
-        return _linear(context, weight).view(-1, 2 * self.num_kv_heads, self.head_dim)
-
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        hidden = hidden + _linear(attended, self.self_attn.o_proj.weight)
-        gate_up = torch.cat([self.mlp.gate_proj.weight, self.mlp.up_proj.weight])
-        normed = native.rms_norm(hidden, self.post_attention_layernorm.weight, self.eps)
-        return hidden + _linear(native.swiglu(_linear(normed, gate_up)), self.mlp.down_proj.weight)
+    def to(self, device: torch.device) -> Blocks:
+        return Blocks(self.features.to(device), self.anchors.to(device), self.ids.to(device), self.length)
 
 
 class DraftNetwork(nn.Module):
@@ -122,28 +68,30 @@ class DraftNetwork(nn.Module):
         super().__init__()
         decoder, num_ids = arch.decoder, arch.decoder.vocab_size
         self.arch, self.reduced, self.eps = arch, draft_vocab_ids is not None, decoder.rms_norm_eps
-        ids = draft_vocab_ids if draft_vocab_ids is not None else torch.arange(num_ids)
-        self.norm = _Weight(decoder.hidden_size)
+        device = embed_tokens.device
+        ids = draft_vocab_ids.to(device) if draft_vocab_ids is not None else torch.arange(num_ids, device=device)
+        self.norm = Weight(decoder.hidden_size)
         self._add_modules(len(ids))
-        row_of = torch.full((num_ids,), len(ids), dtype=torch.int64)
-        row_of[ids] = torch.arange(len(ids))
+        row_of = torch.full((num_ids,), len(ids), dtype=torch.int64, device=device)
+        row_of[ids] = torch.arange(len(ids), device=device)
         frozen = {
             "embed_tokens": embed_tokens,
             "lm_head": lm_head,
-            "feature_scale": feature_scale.to(embed_tokens.dtype),
+            "feature_scale": feature_scale.to(device, embed_tokens.dtype),
         }
         for name, tensor in {**frozen, "draft_vocab_ids": ids, "row_of": row_of}.items():
             self.register_buffer(name, tensor, persistent=False)
-        self.rotary = Rotary(decoder, max_len, embed_tokens.dtype, embed_tokens.device)
+        self.rotary = Rotary(decoder, max_len, embed_tokens.dtype, device)
+        self.to(device)
 
     def _add_modules(self, num_drafted: int) -> None:
         arch, rank, d = self.arch, self.arch.markov_rank, self.arch.decoder.hidden_size
-        self.fc, self.hidden_norm = _Weight(d, len(arch.target_layer_ids) * d), _Weight(d)
+        self.fc, self.hidden_norm = Weight(d, len(arch.target_layer_ids) * d), Weight(d)
         self.layers = nn.ModuleList(DraftLayer(arch.decoder) for _ in range(arch.decoder.num_layers))
         if rank:
-            self.markov_head = _MarkovHead(num_drafted + self.reduced, num_drafted, rank)
+            self.markov_head = MarkovHead(arch.head_type, num_drafted + self.reduced, num_drafted, rank, d)
         if arch.has_confidence:
-            self.confidence_head = _ConfidenceHead(d + (rank if arch.confidence_with_markov else 0))
+            self.confidence_head = ConfidenceHead(d + (rank if arch.confidence_with_markov else 0))
 
     def initialise(self, generator: torch.Generator, target_norm: Tensor) -> None:
         """Normal weights of std 0.02 as in DeepSpec. The last norm starts as a twentieth of the target's, whose head it feeds:
@@ -154,7 +102,10 @@ class DraftNetwork(nn.Module):
             elif name.endswith(("bias", "markov_w2.weight")) or name.startswith("confidence_head"):
                 nn.init.zeros_(parameter)
             else:
-                nn.init.normal_(parameter, std=0.02, generator=generator)
+                # drawn on the CPU: the same start on every device
+                drawn = torch.empty(parameter.shape).normal_(std=0.02, generator=generator)
+                with torch.no_grad():
+                    parameter.copy_(drawn)
         with torch.no_grad():
             self.norm.weight.copy_(0.05 * target_norm)
 
@@ -162,21 +113,19 @@ class DraftNetwork(nn.Module):
         """Hidden states after the last norm of all block slots, [N, d], sequence by sequence, anchor by anchor."""
         context = self._context(batch)
         ids = [_block_ids(blocks, self.arch.mask_token_id) for blocks in batch]
-        positions = torch.cat([(b.anchors.unsqueeze(1) + torch.arange(b.length)).flatten() for b in batch])
+        positions = torch.cat([b.positions().flatten() for b in batch])
         hidden = self.embed_tokens.index_select(0, torch.cat(ids))
         cos_sin = self.rotary.at(positions)
         for layer, rows in zip(self.draft_layers, context, strict=True):
             qkv = self.rotary.rotate(layer.project(hidden), cos_sin)
             hidden = layer.finish(hidden, _attend(batch, qkv, rows, layer.num_heads))
-        return native.rms_norm(hidden, self.norm.weight, self.eps)
+        return rms_norm(hidden, self.norm.weight, self.eps)
 
     def _context(self, batch: Sequence[Blocks]) -> list[Tensor]:
         """Per layer, rotated keys and values of all context rows [C, 2 KV, hd]."""
         features = torch.cat([blocks.features for blocks in batch]).to(self.embed_tokens.dtype)
-        normed = native.rms_norm(
-            _linear(features * self.feature_scale, self.fc.weight), self.hidden_norm.weight, self.eps
-        )
-        positions = torch.cat([torch.arange(len(blocks.features)) for blocks in batch])
+        normed = rms_norm(linear(features * self.feature_scale, self.fc.weight), self.hidden_norm.weight, self.eps)
+        positions = torch.cat([torch.arange(len(b.features), device=features.device) for b in batch])
         cos_sin = self.rotary.at(positions, self.arch.decoder.num_kv_heads)
         return [self.rotary.rotate(layer.project_context(normed), cos_sin) for layer in self.draft_layers]
 
@@ -184,21 +133,19 @@ class DraftNetwork(nn.Module):
     def draft_layers(self) -> list[DraftLayer]:
         return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
 
-    def markov(self, previous_ids: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What the Markov head multiplies for these previous target ids [N]: W1 rows [N, r], and W2 [Vd, r]. Of W1 the last
-        row stands for all tokens outside the draft vocabulary."""
+    def head_terms(self, hidden: Tensor, batch: Sequence[Blocks], previous_ids: Tensor) -> HeadTerms:
+        """The Markov head on hidden states [N, d] of `forward` and the target ids before each slot [N]. Of W1 the last row
+        stands for all tokens outside the draft vocabulary."""
         if not self.arch.markov_rank:
-            return None, None
-        rows = F.embedding(self.row_of.index_select(0, previous_ids), self.markov_head.markov_w1.weight)
-        return rows, self.markov_head.markov_w2.weight
+            return HeadTerms()
+        lengths = [blocks.length for blocks in batch for _ in range(len(blocks.anchors))]
+        terms: HeadTerms = self.markov_head(self.row_of.index_select(0, previous_ids), hidden, lengths)
+        return terms
 
     def confidence_logits(self, hidden: Tensor, embeddings: Tensor | None) -> Tensor:
         """hidden [N, d], W1 rows of the previous tokens [N, r] -> [N] float32."""
-        head = self.confidence_head.proj
-        parts = [hidden.float()] + (
-            [embeddings.float()] if self.arch.confidence_with_markov and embeddings is not None else []
-        )
-        return F.linear(torch.cat(parts, dim=-1), head.weight, head.bias).squeeze(-1)
+        logits: Tensor = self.confidence_head(hidden, embeddings if self.arch.confidence_with_markov else None)
+        return logits
 
     @torch.no_grad()
     def checkpoint_tensors(self, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
@@ -209,18 +156,24 @@ class DraftNetwork(nn.Module):
             tensors[VOCABULARY] = self.draft_vocab_ids.to(torch.int32)
         return tensors
 
+    @torch.no_grad()
+    def load_checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """The reverse of `checkpoint_tensors`, for a checkpoint of this architecture and vocabulary."""
+        folded = self._folded()
+        for name, parameter in self.named_parameters():
+            tensor = tensors[name].to(parameter)
+            if tensor.shape != parameter.shape:
+                raise SettingsError(f"init_from: {name} has shape {tuple(tensor.shape)}, here {tuple(parameter.shape)}")
+            parameter.copy_(tensor / self.feature_scale.float() if name in folded else tensor)
+
     def _folded(self) -> dict[str, Tensor]:
         """Weights that read raw features instead of scaled ones."""
         return {"fc.weight": self.fc.weight * self.feature_scale.float()}
 
 
-def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight.to(x.dtype))
-
-
 def _block_ids(blocks: Blocks, mask_token_id: int) -> Tensor:
     """[A L]: the anchor, then masks."""
-    ids = torch.full((len(blocks.anchors), blocks.length), mask_token_id, dtype=torch.int64)
+    ids = blocks.ids.new_full((len(blocks.anchors), blocks.length), mask_token_id)
     ids[:, 0] = blocks.ids[blocks.anchors]
     return ids.flatten()
 
@@ -249,7 +202,7 @@ def _attend_sequence(blocks: Blocks, qkv: Tensor, context: Tensor, num_heads: in
     seen_key, seen_value = context.transpose(0, 1).split(num_kv_heads)
 
     scores = torch.bmm(query.flatten(1, 2), seen_key.transpose(1, 2)).view(num_kv_heads, num_anchors, -1, num_rows)
-    hidden = torch.arange(num_rows) >= blocks.anchors.unsqueeze(1)
+    hidden = torch.arange(num_rows, device=context.device) >= blocks.anchors.unsqueeze(1)
     scores = scores.masked_fill(hidden[None, :, None, :], float("-inf"))
     own_scores = torch.matmul(query, own_key.transpose(2, 3))
     weights = torch.cat((scores, own_scores), dim=-1).softmax(-1)

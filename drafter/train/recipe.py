@@ -7,14 +7,13 @@ training loop's insides.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.architecture import parse_drafter
@@ -24,6 +23,7 @@ from drafter.train.designs import architecture_name, chain_keys, design_of, netw
 from drafter.train.loop import LoopConfig, Training, saved_state
 from drafter.train.network import DraftNetwork
 from drafter.train.process import prepare_process
+from drafter.train.start import check_start, choose_vocabulary, feature_scale, read_start
 from drafter.train.states import States, StatesFolder
 from drafter.train.target import check_capture, stop_ids
 from scheduler.errors import SettingsError
@@ -31,14 +31,13 @@ from verifier.architecture import read_config
 from verifier.device import resolve_device, resolve_dtype
 from verifier.weights import load_tensors, resolve_model
 
-# Rows of the target's law that the draft vocabulary is chosen from: their mean mass is smoother than counts.
-_LAW_ROWS = 12_000
 _SCALE_SEQUENCES = 48
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterShape:
-    """kind: dspark, dflash (a DSpark without heads), eagle3 or mtp. block_size γ; markov_rank 0 is no Markov head.
+    """kind: dspark, dflash (a DSpark without heads), eagle3 or mtp. block_size γ; markov_rank 0 is no Markov head, head_type
+    one of vanilla, gated, rnn.
 
     num_layers: draft layers of the target's own widths; eagle3 and mtp have one whatever it says. target_layer_ids: what the
     states hold; mtp reads the last of them. draft_vocab_size: the target's most probable tokens that may be drafted; 0 is
@@ -53,6 +52,7 @@ class DrafterShape:
     confidence: bool = True
     draft_vocab_size: int = 6000
     kind: str = "dspark"
+    head_type: str = "vanilla"
 
     @property
     def has_heads(self) -> bool:
@@ -68,6 +68,7 @@ class RunConfig:
     loop: LoopConfig = field(default_factory=LoopConfig)
     dtype: str = "auto"
     max_len: int = 2048
+    init_from: Path | None = None
 
 
 def drafter_config(target: dict[str, Any], shape: DrafterShape, loop: LoopConfig) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def drafter_config(target: dict[str, Any], shape: DrafterShape, loop: LoopConfig
         "num_anchors": loop.anchors_per_sequence,
         "target_layer_ids": list(shape.target_layer_ids),
         "markov_rank": rank,
-        **({"markov_head_type": "vanilla"} if rank else {}),
+        **({"markov_head_type": shape.head_type} if rank else {}),
         "enable_confidence_head": confidence,
         "confidence_head_with_markov": bool(confidence and rank),
         "variable_block": loop.variable_block,
@@ -108,8 +109,6 @@ def build_network(config: RunConfig, folder: StatesFolder) -> DraftNetwork:
     target = read_config(target_folder)
     settings = drafter_config(target, config.shape, config.loop)
     arch = parse_drafter(settings, "drafter configuration")
-    if arch.decoder.qk_norm or arch.decoder.qkv_bias or arch.decoder.output_bias or arch.decoder.mlp_bias:
-        raise SettingsError("target: training computes layers without biases and head norms only (Llama) so far")
     device = resolve_device("cpu")
     dtype = resolve_dtype(config.dtype, device)
     d, m = arch.decoder.hidden_size, len(config.shape.target_layer_ids)
@@ -118,28 +117,34 @@ def build_network(config: RunConfig, folder: StatesFolder) -> DraftNetwork:
             raise SettingsError(
                 f"{shard.path} holds features of width {shard.feature_size}; target_layer_ids need {m * d}"
             )
-    head_name = "model.embed_tokens.weight" if target.get("tie_word_embeddings") else "lm_head.weight"
-    names = {"model.embed_tokens.weight", "model.norm.weight", head_name}
-    weights = load_tensors(target_folder, dtype, device, only=names)
-    head = weights[head_name]
+    embed_tokens, head, norm = _target_weights(target_folder, target, dtype, device)
     saved = saved_state(config.run)
+    start = None if config.init_from is None or saved is not None else read_start(config.init_from, target_folder)
     if saved is not None:
         vocabulary, scale = saved[0]["draft_vocab_ids"], saved[0]["feature_scale"]
     else:
-        vocabulary = choose_vocabulary(_sequences(folder), head, config.shape.draft_vocab_size, stop_ids(target_folder))
         scale = feature_scale(islice(_sequences(folder), _SCALE_SEQUENCES))
+        if start is not None:
+            ids = start.draft_vocab_ids
+            vocabulary = ids if ids is not None else torch.arange(arch.decoder.vocab_size)
+        else:
+            size = config.shape.draft_vocab_size
+            vocabulary = choose_vocabulary(_sequences(folder), head, size, stop_ids(target_folder))
     reduced = len(vocabulary) < arch.decoder.vocab_size
     network = network_class(config.shape.kind)(
         arch,
-        weights["model.embed_tokens.weight"],
-        head.index_select(0, vocabulary).contiguous() if reduced else head,
+        embed_tokens,
+        head.index_select(0, vocabulary.to(device)).contiguous() if reduced else head,
         vocabulary if reduced else None,
         scale,
         max_len=config.max_len,
     )
     generator = torch.Generator().manual_seed(config.loop.seed)
-    network.initialise(generator, weights["model.norm.weight"].float())
-    if saved is None and arch.markov_rank and reduced:
+    network.initialise(generator, norm.float())
+    if start is not None and config.init_from is not None:
+        check_start(start, network, config.init_from)
+        network.load_checkpoint_tensors(start.tensors)
+    elif saved is None and arch.markov_rank and reduced:
         factors = bigram_factors(_sequences(folder), network.lm_head, network.row_of, arch.markov_rank, generator)
         with torch.no_grad():
             network.markov_head.markov_w1.weight.copy_(factors[0])
@@ -147,38 +152,18 @@ def build_network(config: RunConfig, folder: StatesFolder) -> DraftNetwork:
     return network
 
 
+def _target_weights(
+    folder: Path, config: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Embeddings and head [V, d], weight of the last norm [d]."""
+    head_name = "model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"
+    names = ("model.embed_tokens.weight", head_name, "model.norm.weight")
+    weights = load_tensors(folder, dtype, device, only=set(names))
+    return weights[names[0]], weights[names[1]], weights[names[2]]
+
+
 def _sequences(folder: StatesFolder) -> Iterator[States]:
     return (folder.read_named(name) for name, _ in folder.named())
-
-
-@torch.no_grad()
-def choose_vocabulary(sequences: Iterable[States], head: Tensor, size: int, stop_ids: Sequence[int]) -> Tensor:
-    """[Vd] ascending ids: the stop ids and those with most probability mass under the target's laws and in its answers."""
-    num_ids = head.shape[0]
-    if size <= 0 or size >= num_ids:
-        return torch.arange(num_ids)
-    mass, rows = torch.zeros(num_ids), 0
-    for states in sequences:
-        mass += torch.bincount(states.ids[states.prompt_len :].long(), minlength=num_ids)
-        if rows < _LAW_ROWS:
-            # every fourth row of a sequence: neighbours say much the same
-            last = states.last[states.prompt_len : -1 : 4]
-            mass += 4 * F.linear(last.to(head.dtype), head).float().softmax(-1).sum(0)
-            rows += len(last)
-    mass[list(stop_ids)] = float("inf")
-    return mass.topk(size).indices.sort().values
-
-
-def feature_scale(sequences: Iterable[States]) -> Tensor:
-    """[m d] reciprocal root mean square of each feature: raw residual streams have a few dimensions a thousand times the rest."""
-    total, rows = None, 0
-    for states in sequences:
-        squares = states.features[:-1].float().square().sum(0)
-        total = squares if total is None else total + squares
-        rows += len(states.features) - 1
-    if total is None:
-        raise SettingsError("the states hold no sequence")
-    return (total / rows).sqrt().clamp_min(1e-4).reciprocal()
 
 
 def start_training(config: RunConfig) -> Training:

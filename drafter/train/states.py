@@ -28,11 +28,12 @@ _FORMAT = "dspark-states-1"
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """One sequence.
+    """One sequence: a prompt and its answer, or a whole conversation.
 
+    spans: (first token, end) of each answer, ascending, from meta["spans"]; one from prompt_len to the end without that.
     ids: [n] int32. features: [n, m d] raw outputs of the captured layers. last: [n, d] after the final norm (the input of
     the target's head). lse: [n] float32 log of the softmax denominator over the whole vocabulary. Row i belongs to the
-    target having read ids[0..i]; features hold for rows 0..n-2, last and lse for rows prompt_len-1..n-2; the rest is zero.
+    target having read ids[0..i]; features hold for rows 0..n-2, last and lse before answer tokens; the rest is zero.
     """
 
     ids: Tensor
@@ -43,8 +44,12 @@ class States:
     meta: dict[str, Any]
 
     @property
+    def spans(self) -> list[tuple[int, int]]:
+        return [(start, end) for start, end in self.meta.get("spans", [(self.prompt_len, len(self.ids))])]
+
+    @property
     def answer_len(self) -> int:
-        return self.ids.shape[0] - self.prompt_len
+        return sum(end - start for start, end in self.spans)
 
 
 def write_shard(path: Path, sequences: Sequence[States]) -> None:

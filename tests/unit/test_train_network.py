@@ -7,16 +7,12 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafter.backbone import Backbone
-from drafter.block_attention import BlockStart
-from drafter.checkpoint import load_checkpoint, read_drafter, write_checkpoint
-from drafter.heads import build_heads
+from drafter.checkpoint import load_checkpoint, read_drafter
 from drafter.train.bigrams import bigram_factors
 from drafter.train.blocks import build_batch, draw_anchors, valid_anchors
 from drafter.train.corpus import AnswerWriter, Job
@@ -24,13 +20,11 @@ from drafter.train.loop import LoopConfig, batch_loss
 from drafter.train.loss import LossConfig
 from drafter.train.network import Blocks, DraftNetwork
 from drafter.train.optimiser import Optimiser, OptimiserConfig, orthogonalised, schedule
-from drafter.train.recipe import DrafterShape, RunConfig, build_network, choose_vocabulary, drafter_config, export
+from drafter.train.recipe import DrafterShape, RunConfig, build_network, drafter_config, export
+from drafter.train.start import choose_vocabulary
 from drafter.train.states import States, StatesFolder, shard_path, write_shard
 from drafter.train.target import load_decoder
 from scheduler.errors import SettingsError
-from verifier.architecture import read_config
-from verifier.features import CommittedFeatures
-from verifier.kv import PagedKV
 
 LAYERS = (0, 1)
 SHAPE = DrafterShape(target_layer_ids=LAYERS, mask_token_id=0, block_size=5, markov_rank=8, draft_vocab_size=40)
@@ -136,44 +130,6 @@ def test_a_block_does_not_see_the_features_of_its_anchor_or_later(network: Draft
     after = network([blocks_of(states, anchors, 4)]).view(6, 4, -1)
     torch.testing.assert_close(after[:3], before[:3])
     assert bool((after[3:] - before[3:]).abs().amax((1, 2)).min() > 1e-3)
-
-
-@torch.no_grad()
-def test_an_exported_checkpoint_serves_the_same_hidden_states_and_confidence(
-    network: DraftNetwork, config: RunConfig, states_folder: Path, tmp_path: Path
-) -> None:
-    settings = drafter_config(read_config(Path(config.target)), SHAPE, config.loop)
-    write_checkpoint(tmp_path, settings, network.checkpoint_tensors(torch.float32))
-    device = torch.device("cpu")
-    checkpoint = load_checkpoint(tmp_path, Path(config.target), torch.float32, device)
-    decoder = checkpoint.arch.decoder
-    pool = PagedKV(
-        num_layers=decoder.num_layers,
-        num_blocks=8,
-        block_size=8,
-        num_kv_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_dim,
-        dtype=torch.float32,
-        device=device,
-    )
-    backbone = Backbone(checkpoint, pool, max_len=64, dtype=torch.float32, device=device)
-    states = next(s for s in sequences(states_folder) if s.answer_len > 10)
-    anchor = int(valid_anchors(states)[4])
-    slots = torch.arange(8, 8 + anchor)
-    backbone.absorb([CommittedFeatures(states.features[:anchor], slots, torch.arange(anchor))])
-    start = BlockStart(int(states.ids[anchor]), anchor, np.arange(1, 8, dtype=np.int32))
-    served = backbone.forward([start], SHAPE.block_size)[0]
-    trained = network([blocks_of(states, torch.tensor([anchor]), SHAPE.block_size)])
-    torch.testing.assert_close(served, trained, atol=1e-3, rtol=1e-3)
-    markov, confidence = build_heads(checkpoint)
-    assert markov is not None and confidence is not None
-    previous = torch.randint(0, 64, (SHAPE.block_size,), generator=torch.Generator().manual_seed(1))
-    mixed, w2 = network.markov(previous)
-    assert mixed is not None and w2 is not None
-    torch.testing.assert_close(markov.embed(previous), mixed)
-    torch.testing.assert_close(markov.bias(mixed, None), mixed @ w2.t(), atol=1e-5, rtol=1e-4)
-    logits = confidence.logits(served[None], mixed[None])[0]
-    torch.testing.assert_close(logits, network.confidence_logits(trained, mixed), atol=1e-3, rtol=1e-3)
 
 
 def test_gradients_reach_every_weight_and_no_frozen_one(network: DraftNetwork, states_folder: Path) -> None:
