@@ -32,7 +32,7 @@ class Study:
     """
 
     curve: str = "gpu"
-    planners: tuple[str, ...] = ("off", "fixed:1", "fixed:2", "fixed:3", "fixed:5", "fixed:7", "algorithm1")
+    planners: tuple[str, ...] = ("off", "fixed:1", "fixed:2", "fixed:3", "fixed:5", "fixed:7", "algorithm1", "auto")
     loads: tuple[str, ...] = ("1", "4", "16", "64", "256")
     workloads: tuple[str, ...] = ("mixed",)
     known: str = "measured"

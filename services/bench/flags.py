@@ -10,9 +10,9 @@ from scheduler.errors import SettingsError
 
 Number = TypeVar("Number", int, float)
 
-BENCH = {"planners": "off,algorithm1", "concurrency": "1,4,16", "kinds": "", "temperatures": "0"}
+BENCH = {"planners": "off,auto", "concurrency": "1,4,16", "kinds": "", "temperatures": "0"}
 SWEEP = {
-    "planners": "off,fixed:1,fixed:2,fixed:3,fixed:5,fixed:7,threshold:0.5,algorithm1",
+    "planners": "off,fixed:1,fixed:2,fixed:3,fixed:5,fixed:7,threshold:0.5,algorithm1,auto",
     "concurrency": "1,2,4,8,16,32,64",
     "kinds": "code,math,chat,mixed",
     "temperatures": "0,1",

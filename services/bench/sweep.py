@@ -41,7 +41,7 @@ class Sweep:
     closed-loop run. rounds: how often each arm is run at each place.
     """
 
-    planners: tuple[str, ...] = ("off", "algorithm1")
+    planners: tuple[str, ...] = ("off", "auto")
     concurrency: tuple[int, ...] = (1, 4, 16)
     rates: tuple[float, ...] = ()
     arrivals: int = 60
