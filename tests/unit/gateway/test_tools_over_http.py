@@ -1,0 +1,295 @@
+"""Tools, thoughts and structured output through the whole gateway: what the engine is asked, what the client is told.
+
+The engine is scripted: it answers a text in rounds of every width, so that blocks end anywhere in it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as RustTokenizer
+
+from scheduler.wire import FinishReason
+from tests.openai_schemas import check_answer, check_chunk, check_error
+
+CHAT = "/v1/chat/completions"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "東京 </tool_call> 😀"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+HERMES_TEMPLATE = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools> say <tool_call>{% endif %}"
+    "{% for message in messages %}{{ message.role }}:{{ message.content }}{{ message.tool_calls or '' }};{% endfor %}"
+)
+THINKING_TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}{% endfor %}|<think>\n"
+    "{% if enable_thinking is false %}\n</think>\n\n{% endif %}"
+)
+
+
+def accumulate(chunks: list[dict]) -> dict[int, dict]:
+    """Per choice: the message a client puts together from a stream, and its finish reason."""
+    found: dict[int, dict] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            entry = found.setdefault(choice["index"], {"content": "", "reasoning": "", "calls": {}, "finish": None})
+            delta = choice["delta"]
+            entry["content"] += delta.get("content") or ""
+            entry["reasoning"] += delta.get("reasoning_content") or ""
+            for call in delta.get("tool_calls", []):
+                known = entry["calls"].setdefault(call["index"], {"name": "", "arguments": "", "id": None})
+                assert ("id" in call) == (known["id"] is None), "an id with the first delta of a call, and no other"
+                known["id"] = known["id"] or call["id"]
+                known["name"] += call["function"].get("name", "")
+                known["arguments"] += call["function"]["arguments"]
+            entry["finish"] = choice["finish_reason"] or entry["finish"]
+    return found
+
+
+@pytest.fixture
+def ask(bench, make_script, body, events):
+    """Asks for a whole answer and for a stream in rounds of `width`, and checks that both say the same; gives the choices and
+    the requests the engine saw."""
+
+    bench.card = replace(bench.card, max_model_len=4000)
+
+    async def run(text, width=3, *, card=None, eos=True, config=None, **fields):
+        if card is not None:
+            bench.card = replace(bench.card, **card)
+        script = make_script(bench.rounds(text, width, eos=eos), FinishReason.STOP if eos else FinishReason.LENGTH)
+        async with bench.serve(script, replace(bench.config, **(config or {}))) as (client, scheduler):
+            whole = await client.post(CHAT, json=body(**fields))
+            assert whole.status_code == 200, whole.text
+            streamed = await client.post(CHAT, json=body(stream=True, **fields))
+        check_answer(whole.json())
+        chunks = [event for event in events(streamed.text) if event != "[DONE]"]
+        for chunk in chunks:
+            check_chunk(chunk)
+        choices = accumulate(chunks)
+        for choice in whole.json()["choices"]:
+            message, told = choice["message"], choices[choice["index"]]
+            calls = [
+                (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []
+            ]
+            assert calls == [(call["name"], call["arguments"]) for call in told["calls"].values()]
+            assert (message["content"] or "", message.get("reasoning_content", "")) == (
+                told["content"],
+                told["reasoning"],
+            )
+            assert choice["finish_reason"] == told["finish"]
+        return choices, scheduler.requests
+
+    return run
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 7, 100])
+async def test_calls_come_out_of_blocks_of_every_width(ask, width):
+    choices, _ = await ask(f"Let me see.\n{CALL}\n{OTHER}", width, tools=[WEATHER, CLOCK])
+    (choice,) = choices.values()
+    assert choice["content"] == "Let me see." and choice["finish"] == "tool_calls"
+    assert json.loads(choice["calls"][0]["arguments"]) == {"city": "東京 </tool_call> 😀"}
+    assert [call["name"] for call in choice["calls"].values()] == ["weather", "clock"]
+    assert len({call["id"] for call in choice["calls"].values()}) == 2
+
+
+async def test_content_is_null_when_there_are_only_calls(bench, make_script, body):
+    bench.card = replace(bench.card, max_model_len=4000)
+    async with bench.serve(make_script(bench.rounds(CALL))) as (client, _):
+        message = (await client.post(CHAT, json=body(tools=[WEATHER]))).json()["choices"][0]["message"]
+    assert message["content"] is None and message["tool_calls"][0]["type"] == "function"
+    assert message["tool_calls"][0]["id"].startswith("call_")
+
+
+async def test_every_choice_has_its_own_calls(ask):
+    choices, _ = await ask(CALL, n=3, tools=[WEATHER])
+    assert [len(choice["calls"]) for choice in choices.values()] == [1, 1, 1]
+    assert {choice["finish"] for choice in choices.values()} == {"tool_calls"}
+
+
+async def test_a_call_that_max_tokens_cuts_ends_with_length(ask):
+    choices, _ = await ask(CALL[:-30], eos=False, tools=[WEATHER])
+    assert choices[0]["finish"] == "length" and choices[0]["calls"][0]["name"] == "weather"
+    choices, _ = await ask(CALL[:20], eos=False, tools=[WEATHER])
+    assert choices[0]["finish"] == "length" and choices[0]["content"] == CALL[:20]
+
+
+async def test_a_malformed_call_is_content_and_no_text_is_lost(ask):
+    text = "<tool_call>\n{'name': 'weather'}\n</tool_call> sorry"
+    choices, _ = await ask(text, tools=[WEATHER])
+    assert choices[0]["content"] == text and choices[0]["finish"] == "stop" and not choices[0]["calls"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}])
+async def test_without_tools_to_call_a_call_is_content(ask, fields):
+    choices, requests = await ask(CALL, **fields)
+    assert choices[0]["content"] == CALL and choices[0]["finish"] == "stop"
+    assert requests[0].params.grammar is None
+
+
+async def test_logprobs_beside_calls_are_of_every_token(bench, make_script, body):
+    bench.card = replace(bench.card, max_model_len=4000)
+    async with bench.serve(make_script(bench.rounds(CALL))) as (client, _):
+        asked = body(tools=[WEATHER], logprobs=True, top_logprobs=1)
+        answer = (await client.post(CHAT, json=asked)).json()
+    check_answer(answer)
+    assert len(answer["choices"][0]["logprobs"]["content"]) == answer["usage"]["completion_tokens"]
+
+
+async def test_llama_writes_bare_objects(ask):
+    card = {"chat_template": "{% if tools %}<|python_tag|>{{ tools }}{% endif %}{{ messages[0].content }}"}
+    choices, requests = await ask('{"name": "weather", "parameters": {"city": "Oslo"}}', card=card, tools=[WEATHER])
+    assert choices[0]["calls"][0]["arguments"] == '{"city": "Oslo"}' and choices[0]["finish"] == "tool_calls"
+    choices, requests = await ask('{"city": "Oslo"}', tools=[WEATHER], tool_choice="required")
+    assert choices[0]["content"] == '{"city": "Oslo"}' and choices[0]["finish"] == "stop"
+    assert '\\"parameters\\": ' in requests[0].params.grammar.text
+
+
+async def test_the_setting_overrules_the_template(ask):
+    choices, _ = await ask(
+        '{"name": "weather", "parameters": {}}', config={"tool_format": "llama3_json"}, tools=[WEATHER]
+    )
+    assert choices[0]["calls"][0]["name"] == "weather"
+
+
+async def test_tags_that_are_special_tokens_are_seen_by_the_parsers(ask, bench, rust_tokenizer):
+    tokenizer = RustTokenizer.from_str(rust_tokenizer.to_str())
+    tokenizer.add_special_tokens([AddedToken(tag, special=True) for tag in ("<tool_call>", "</tool_call>", "</think>")])
+    bench.tokenizer = tokenizer
+    card = {"tokenizer_json": tokenizer.to_str()}
+    call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    choices, _ = await ask(f"<think>hm</think>{call}", card=card, tools=[CLOCK])
+    assert choices[0]["reasoning"] == "hm" and choices[0]["calls"][0]["name"] == "clock" and choices[0]["content"] == ""
+    choices, requests = await ask(call, tools=[CLOCK], tool_choice="required")
+    assert "answer: <tool_call> " in requests[0].params.grammar.text
+
+
+def prompt(bench, request) -> str:
+    return bench.tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
+
+
+async def test_a_template_that_knows_tools_shows_them_itself(ask, bench):
+    _, requests = await ask("Hi", card={"chat_template": HERMES_TEMPLATE}, tools=[WEATHER])
+    text = prompt(bench, requests[0])
+    assert text.startswith("<tools>" + json.dumps(WEATHER)) and "# Tools" not in text
+
+
+async def test_a_template_that_knows_no_tools_gets_them_in_the_system_message(ask, bench):
+    history = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Oslo?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]
+    _, requests = await ask("Hi", tools=[WEATHER], messages=history)
+    text = prompt(bench, requests[0])
+    assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n") and json.dumps(WEATHER) in text
+    assert (
+        '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>' in text
+    )
+    assert "<|im_start|>user\n<tool_response>\nrain\n</tool_response>" in text
+    _, requests = await ask("Hi", tools=[WEATHER], tool_choice="none", messages=history[:2])
+    assert "# Tools" not in prompt(bench, requests[0])
+
+
+@pytest.mark.parametrize("width", [1, 4, 50])
+async def test_a_thought_is_split_from_the_answer(ask, width):
+    card = {"chat_template": THINKING_TEMPLATE}
+    choices, _ = await ask("so 1 < 2\n</think>\n\nYes 😀.", width, card=card)
+    assert (choices[0]["reasoning"], choices[0]["content"]) == ("so 1 < 2", "Yes 😀.")
+    choices, _ = await ask("Yes.", width, chat_template_kwargs={"enable_thinking": False})
+    assert (choices[0]["reasoning"], choices[0]["content"]) == ("", "Yes.")
+    choices, _ = await ask("so 1 <", width, eos=False)
+    assert (choices[0]["reasoning"], choices[0]["content"], choices[0]["finish"]) == ("so 1 <", "", "length")
+
+
+async def test_a_call_inside_a_thought_is_a_thought(ask):
+    choices, _ = await ask(f"{OTHER}</think>{CALL}", card={"chat_template": THINKING_TEMPLATE}, tools=[WEATHER, CLOCK])
+    assert choices[0]["reasoning"] == OTHER and [call["name"] for call in choices[0]["calls"].values()] == ["weather"]
+
+
+async def test_reasoning_can_be_switched_off(ask):
+    card = {"chat_template": THINKING_TEMPLATE}
+    choices, _ = await ask("a</think>b", card=card, config={"reasoning": "off"})
+    assert choices[0]["content"] == "a</think>b" and choices[0]["reasoning"] == ""
+
+
+async def test_a_thinking_template_puts_the_thought_before_the_grammar(ask):
+    card = {"chat_template": THINKING_TEMPLATE}
+    format_ = {"type": "json_object"}
+    choices, requests = await ask('hm</think>{"a": 1}', card=card, response_format=format_)
+    assert choices[0]["content"] == '{"a": 1}' and requests[0].params.grammar.text.startswith("start: thought answer")
+    _, requests = await ask("{}", response_format=format_, chat_template_kwargs={"enable_thinking": False})
+    assert requests[0].params.grammar.kind == "json_schema"
+
+
+async def test_a_stop_string_inside_a_call_leaves_what_was_before_it(ask):
+    choices, _ = await ask(CALL, tools=[WEATHER], stop=["東京"])
+    assert choices[0]["calls"][0]["arguments"] == '{"city": "' and choices[0]["finish"] == "tool_calls"
+
+
+async def test_completions_take_grammars_too(bench, make_script, body):
+    async with bench.serve(make_script(bench.rounds("yes"))) as (client, scheduler):
+        asked = {"model": "tiny-chat", "prompt": "Is it?", "structured_outputs": {"choice": ["yes", "no"]}}
+        assert (await client.post("/v1/completions", json=asked)).status_code == 200
+    assert scheduler.requests[0].params.grammar.text == 'start: "yes" | "no"\n'
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+            "tools.0.function.parameters",
+        ),
+        ({"tools": [WEATHER, WEATHER]}, "tools.1.function.name"),
+        ({"tools": [WEATHER] * 129}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice.function.name",
+        ),
+        ({"tools": [WEATHER], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"tools": [WEATHER], "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "response_format.json_schema.name",
+        ),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
+    ],
+)
+async def test_what_cannot_be_done_is_a_400_that_names_it(bench, make_script, body, fields, param):
+    async with bench.serve(make_script()) as (client, scheduler):
+        response = await client.post(CHAT, json=body(**fields))
+    assert response.status_code == 400, response.text
+    check_error(response.json())
+    assert response.json()["error"]["param"] == param and not scheduler.requests
