@@ -1,14 +1,21 @@
-"""Temperatures that turn confidence logits into calibrated probabilities, and their file beside the weights.
+"""What turns confidence logits into calibrated probabilities, and its file beside the weights.
 
 calibration.json:
 
     {"version": 1,
-     "checkpoint": "<fingerprint of the weights they were fitted for>",
-     "regimes": {"greedy": {"temperatures": [T_1, ..., T_γ]}, "sampled": {"temperatures": [...]}}}
+     "checkpoint": "<fingerprint of the weights it was fitted for>",
+     "regimes": {"greedy":  {"temperatures": [T_1, ..., T_γ], "biases": [b_1, ..., b_γ]},
+                 "sampled": {...}, "seeded": {...}}}
 
-Position k of a request in a regime has confidence sigmoid(z_k / T_k), z the logit of the confidence head. The true
-acceptance of a drafter differs between greedy and sampled requests, so each regime has its own temperatures; one that is
-absent is not calibrated (all 1). Unknown keys are facts of the fit and are ignored.
+Position k of a request has confidence sigmoid(z_k / T_k + b_k), z the logit of the confidence head. The paper has temperatures
+alone; `biases` is our extension (drafter/temperature_scaling.py says why) and may be left out, which is all 0. Either way the
+result is a function of z_k alone, so that the admission of a token still does not depend on that token.
+
+How often a drafter is right depends on how tokens are drawn, so each regime has its own numbers: `greedy` is fitted at
+temperature 0, `sampled` at temperature 1 with rejection sampling, `seeded` at temperature 1 with a seed (drafter and target
+then share their noise, which agrees less often than rejection sampling accepts). Between temperatures 0 and 1 the calibrated
+logits of `greedy` and of the request's other regime are mixed in proportion; above 1 the latter holds. A regime that is absent
+is replaced: `seeded` by `sampled`, others by the head's own logits. Unknown keys are facts of the fit and are ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +24,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,35 +35,63 @@ from scheduler.wire import FloatArray, SamplingParams
 
 FILE_NAME = "calibration.json"
 VERSION = 1
-REGIMES = ("greedy", "sampled")
+GREEDY, SAMPLED, SEEDED = "greedy", "sampled", "seeded"
+REGIMES = (GREEDY, SAMPLED, SEEDED)
 
 
-def regime_of(params: SamplingParams) -> str:
-    return "greedy" if params.greedy else "sampled"
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """[γ] each; temperatures finite and above 0, biases finite."""
+
+    temperatures: tuple[float, ...]
+    biases: tuple[float, ...]
+
+    @classmethod
+    def of_temperatures(cls, *temperatures: float) -> Scaling:
+        return cls(temperatures, (0.0,) * len(temperatures))
+
+    def logits(self, raw: FloatArray) -> FloatArray:
+        """[..., w] -> [..., w], for the first w positions."""
+        width = raw.shape[-1]
+        temperatures, biases = (np.array(x[:width], dtype=np.float32) for x in (self.temperatures, self.biases))
+        return raw / temperatures + biases
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Temperatures per regime, [γ] each, finite and above 0. checkpoint: fingerprint of the weights, empty if unknown."""
+    """checkpoint: fingerprint of the weights, empty if unknown."""
 
-    temperatures: Mapping[str, tuple[float, ...]]
+    regimes: Mapping[str, Scaling] = field(default_factory=dict)
     checkpoint: str = ""
 
     def apply(self, logits: FloatArray, params: Sequence[SamplingParams]) -> FloatArray:
-        """logits [R, w] -> confidence [R, w] in (0, 1), row by row in its request's regime."""
-        divisors = np.ones(logits.shape, dtype=np.float32)
-        for regime, temperatures in self.temperatures.items():
-            rows = np.array([regime_of(p) == regime for p in params], dtype=bool)
-            divisors[rows] = temperatures[: logits.shape[1]]
-        return _sigmoid(logits / divisors)
+        """logits [R, w] -> confidence [R, w] in (0, 1), each row as its request draws its tokens."""
+        if not self.regimes:
+            return sigmoid(logits)
+        sampled = np.array([min(1.0, 0.0 if p.greedy else p.temperature) for p in params], dtype=np.float32)[:, None]
+        seeded = np.array([p.seed is not None for p in params], dtype=bool)[:, None]
+        drawn = np.where(seeded, self._scaled(SEEDED, logits), self._scaled(SAMPLED, logits))
+        return sigmoid(sampled * drawn + (1.0 - sampled) * self._scaled(GREEDY, logits))
+
+    def _scaled(self, regime: str, logits: FloatArray) -> FloatArray:
+        scaling = self.regimes.get(regime)
+        if scaling is not None:
+            return scaling.logits(logits)
+        return self._scaled(SAMPLED, logits) if regime == SEEDED else logits
 
 
-def _sigmoid(x: FloatArray) -> FloatArray:
-    """Without overflow on either side."""
-    return (0.5 * (1.0 + np.tanh(0.5 * x))).astype(np.float32)
+UNCALIBRATED = Calibration()
 
 
-UNCALIBRATED = Calibration({})
+def sigmoid(x: FloatArray) -> FloatArray:
+    """Without overflow on either side; float32, from float64, in which small probabilities keep their digits."""
+    return (0.5 * (1.0 + np.tanh(0.5 * x.astype(np.float64)))).astype(np.float32)
+
+
+def logits_of(confidence: FloatArray) -> FloatArray:
+    """The logits of uncalibrated confidences; certainties become the largest logits that float32 confidences can have."""
+    clipped = np.clip(confidence.astype(np.float64), 1e-12, 1.0 - 2.0**-25)
+    return (np.log(clipped) - np.log1p(-clipped)).astype(np.float32)
 
 
 def load_calibration(folder: Path, num_positions: int, fingerprint: str) -> Calibration:
@@ -76,18 +111,28 @@ def load_calibration(folder: Path, num_positions: int, fingerprint: str) -> Cali
     return Calibration(_regimes(content.get("regimes"), num_positions, path), checkpoint)
 
 
-def _regimes(regimes: Any, num_positions: int, path: Path) -> dict[str, tuple[float, ...]]:
+def _regimes(regimes: Any, num_positions: int, path: Path) -> dict[str, Scaling]:
     if not isinstance(regimes, dict) or set(regimes) - set(REGIMES):
-        raise SettingsError(f"{path}: regimes must be an object with the keys {' and '.join(REGIMES)}, or some of them")
-    return {name: _temperatures(regime, num_positions, f"{path}: regimes.{name}") for name, regime in regimes.items()}
+        names = ", ".join(REGIMES)
+        raise SettingsError(f"{path}: regimes must be an object with the keys {names}, or some of them")
+    return {name: _scaling(regime, num_positions, f"{path}: regimes.{name}") for name, regime in regimes.items()}
 
 
-def _temperatures(regime: Any, num_positions: int, where: str) -> tuple[float, ...]:
-    values = regime.get("temperatures") if isinstance(regime, dict) else None
-    if not isinstance(values, list) or len(values) != num_positions:
-        raise SettingsError(f"{where}.temperatures must be a list of {num_positions} numbers, one per draft position")
-    if not all(isinstance(v, int | float) and math.isfinite(v) and v > 0 for v in values):
-        raise SettingsError(f"{where}.temperatures must be finite numbers above 0")
+def _scaling(regime: Any, num_positions: int, where: str) -> Scaling:
+    content = regime if isinstance(regime, dict) else {}
+    temperatures = _numbers(content.get("temperatures"), num_positions, f"{where}.temperatures")
+    if min(temperatures) <= 0:
+        raise SettingsError(f"{where}.temperatures must be above 0")
+    if "biases" not in content:
+        return Scaling.of_temperatures(*temperatures)
+    return Scaling(temperatures, _numbers(content["biases"], num_positions, f"{where}.biases"))
+
+
+def _numbers(values: Any, count: int, where: str) -> tuple[float, ...]:
+    if not isinstance(values, list) or len(values) != count:
+        raise SettingsError(f"{where} must be a list of {count} numbers, one per draft position")
+    if not all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in values):
+        raise SettingsError(f"{where} must be finite numbers")
     return tuple(float(v) for v in values)
 
 
@@ -97,8 +142,14 @@ def save_calibration(folder: Path, calibration: Calibration, facts: Mapping[str,
         **(facts or {}),
         "version": VERSION,
         "checkpoint": calibration.checkpoint,
-        "regimes": {name: {"temperatures": list(values)} for name, values in calibration.temperatures.items()},
+        "regimes": {
+            name: {"temperatures": list(scaling.temperatures), "biases": list(scaling.biases)}
+            for name, scaling in calibration.regimes.items()
+        },
     }
     unfinished = folder / f".{FILE_NAME}.{os.getpid()}"
-    unfinished.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(unfinished, folder / FILE_NAME)
+    try:
+        unfinished.write_text(json.dumps(content, indent=2) + "\n")
+        os.replace(unfinished, folder / FILE_NAME)
+    finally:
+        unfinished.unlink(missing_ok=True)

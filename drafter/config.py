@@ -12,6 +12,7 @@ class DrafterConfig:
     candidates: the K of the sparse proposal (DESIGN 4.2); 0 proposes over the whole draft vocabulary.
     num_blocks, block_size: the verifier's, since both caches share one block table.
     max_width: draft at most this many tokens a round; 0 is the checkpoint's own γ. An MTP module may be run more often than that.
+    calibrated: state confidence as calibration.json corrects it; False states the head's own (to calibrate, to evaluate).
     """
 
     checkpoint: str
@@ -25,3 +26,4 @@ class DrafterConfig:
     num_threads: int = 0
     cache_dir: str = ""
     seed: int | None = None
+    calibrated: bool = True

@@ -18,7 +18,7 @@ from torch import Tensor
 from drafter.architecture import MAX_BLOCK, DrafterArchitecture
 from drafter.backbone import Backbone
 from drafter.block_attention import BlockStart
-from drafter.calibration import load_calibration
+from drafter.calibration import UNCALIBRATED, load_calibration
 from drafter.chain import Chain
 from drafter.checkpoint import FOLDERLESS, Checkpoint, load_checkpoint, resolve_checkpoint
 from drafter.config import DrafterConfig
@@ -82,7 +82,9 @@ class DraftRunner:
         folder = resolve_checkpoint(config.checkpoint, config.cache_dir)
         checkpoint = load_checkpoint(folder, resolve_model(config.target, config.cache_dir), self.dtype, self.device)
         self.arch, self.fingerprint = checkpoint.arch, checkpoint.fingerprint
-        self.calibration = load_calibration(folder, self.arch.block_size, self.fingerprint)
+        self.calibration = UNCALIBRATED
+        if config.calibrated:
+            self.calibration = load_calibration(folder, self.arch.block_size, self.fingerprint)
         self.width = _width(self.arch, config.max_width)
         self.backbone = self._build_backbone(checkpoint)
         self.lm_head = Linear(checkpoint.tensors["lm_head.weight"])

@@ -1,4 +1,5 @@
-"""The command line: `dspark serve | generate | measure | bench | simulate`. Parses flags into settings; errors are one line.
+"""The command line: `dspark serve | generate | measure | bench | simulate | calibrate | evaluate`. Parses flags into settings;
+errors are one line.
 
 Exit status 2: wrong usage or settings. 1: something failed while running.
 """
@@ -13,6 +14,7 @@ from typing import Any
 
 from scheduler.errors import Rejected, ServingError, SettingsError
 from services.bench.flags import BENCH, SWEEP, add_flags, sweep_of
+from services.evaluate_commands import add_calibrate, add_evaluate
 from services.launch import StartFailed, fail, serve_in_process, serve_with_ray
 from services.settings import Settings, load_settings
 from services.simulate import add_simulate
@@ -63,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dspark", description="Serving with DSpark speculative decoding.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for add in (_add_serve, _add_generate, _add_measure, _add_bench, add_simulate):
+    for add in (_add_serve, _add_generate, _add_measure, _add_bench, add_simulate, _add_calibrate, _add_evaluate):
         add(commands)
     return parser
 
@@ -107,6 +109,20 @@ def _add_bench(commands: Any) -> None:
     text = "Every planner at every load, kind of text and temperature; the paper's pictures."
     sweep = _command(bench.add_subparsers(metavar="sweep"), "sweep", text, _sweep, SETTING_FLAGS)
     add_flags(sweep, SWEEP)
+
+
+def _add_calibrate(commands: Any) -> None:
+    text = "Fit the drafter's confidence to what the target accepts, and write calibration.json beside its weights."
+    flags = {name: keys for name, keys in SETTING_FLAGS.items() if name != "planner"}
+    add_calibrate(_command(commands, "calibrate", text, None, flags), settings_of)
+
+
+def _add_evaluate(commands: Any) -> None:
+    text = (
+        "Measure drafters side by side: accepted length, acceptance by position, calibration; is the text the target's?"
+    )
+    flags = {name: keys for name, keys in SETTING_FLAGS.items() if name not in ("planner", "drafter")}
+    add_evaluate(_command(commands, "evaluate", text, None, flags), settings_of)
 
 
 def settings_of(args: argparse.Namespace) -> Settings:

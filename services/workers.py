@@ -5,6 +5,7 @@ torch into a process: import it where something computes, nowhere else.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,13 +21,13 @@ from verifier.actor import VerifierWorker
 from verifier.weights import resolve_model
 
 
-async def launch_colocated(settings: Settings) -> Workers:
+async def launch_colocated(settings: Settings, *, calibrated: bool = True) -> Workers:
     """Both workers in this process on one computing thread: two OpenMP teams on the same cores get in each other's way,
     with single steps ten times as long."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
     verifier = await start_verifier(settings, executor)
     info = await verifier.describe()
-    drafter = await start_drafter(settings, info, executor)
+    drafter = await start_drafter(settings, info, executor, calibrated=calibrated)
     card = await model_card(settings, info, await drafter.describe() if drafter is not None else None)
 
     async def stop() -> None:
@@ -46,11 +47,12 @@ async def start_verifier(settings: Settings, executor: ThreadPoolExecutor | None
 
 
 async def start_drafter(
-    settings: Settings, verifier: VerifierInfo, executor: ThreadPoolExecutor | None = None
+    settings: Settings, verifier: VerifierInfo, executor: ThreadPoolExecutor | None = None, *, calibrated: bool = True
 ) -> DrafterWorker | None:
     if settings.drafter_checkpoint() == NO_DRAFTER:
         return None
-    worker = DrafterWorker(settings.drafter_config(verifier.num_blocks), executor)
+    config = dataclasses.replace(settings.drafter_config(verifier.num_blocks), calibrated=calibrated)
+    worker = DrafterWorker(config, executor)
     await worker.start()
     return worker
 

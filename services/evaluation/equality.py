@@ -1,0 +1,105 @@
+"""Is the text with drafts the text without? Compares answers id for id; a first difference may be a near-tie of the arithmetic.
+
+Greedy answers are compared with a decode of the same engine with planner `off`, sampled ones likewise with a seed, which makes
+the text a function of the target's logits (DESIGN 4.3). Batches of other shapes round differently, so where two texts part the
+target itself, by transformers in float32, says how close the two tokens were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.evaluation.rollouts import Answer
+from verifier.noise import keyed_gumbel, row_keys, seed_key
+
+# In units of a logit. Those of small targets reach 20, where bfloat16 steps by 0.125 and dozens of layers have rounded before.
+NEAR_TIE = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first of one answer. gap: what the served token lacked to the target's, in units of a logit; infinite where one text
+    merely ended earlier."""
+
+    prompt: int
+    position: int
+    gap: float
+
+
+@dataclass(frozen=True, slots=True)
+class Equality:
+    num_compared: int
+    differences: tuple[Difference, ...]
+    near_tie: float
+
+    @property
+    def holds(self) -> bool:
+        return all(difference.gap <= self.near_tie for difference in self.differences)
+
+    def _largest_gap(self) -> float | str:
+        largest = max((difference.gap for difference in self.differences), default=0.0)
+        return round(largest, 4) if math.isfinite(largest) else "ended early"
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "compared": self.num_compared,
+            "equal": self.num_compared - len(self.differences),
+            "near_ties": sum(difference.gap <= self.near_tie for difference in self.differences),
+            "wrong": sum(difference.gap > self.near_tie for difference in self.differences),
+            "largest_gap": self._largest_gap(),
+        }
+
+
+class TieJudge:
+    """Loads the target a second time, at the first question."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._model: Any = None
+
+    @torch.inference_mode()
+    def gap(self, expected: Answer, served: Answer, position: int) -> float:
+        """|score of the one token - score of the other| at output position `position`, all before it being equal. A greedy
+        score is the logit; a seeded one has the noise of the draw added, times the temperature."""
+        if self._model is None:
+            from transformers import AutoModelForCausalLM
+
+            self._model = AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32)
+        ids = [*expected.prompt_ids, *expected.token_ids[:position]]
+        pair = torch.tensor([expected.token_ids[position], served.token_ids[position]])
+        scores = self._model(torch.tensor([ids])).logits[0, -1][pair].double()
+        params = expected.params
+        if not params.greedy:
+            assert params.seed is not None
+            keys = row_keys(torch.tensor([seed_key(params.seed)]), torch.tensor([position]))
+            scores = scores + params.temperature * keyed_gumbel(keys, pair)
+        return abs(float(scores[0] - scores[1]))
+
+
+def compare(expected: Sequence[Answer], served: Sequence[Answer], judge: TieJudge, near_tie: float) -> Equality:
+    """Answers of the same turns of the same prompts. A conversation is compared up to its first difference: the turns behind it
+    answer other messages."""
+    differences: dict[int, Difference] = {}
+    num_compared = 0
+    for one, other in zip(expected, served, strict=True):
+        if one.prompt in differences:
+            continue
+        num_compared += 1
+        if one.token_ids != other.token_ids:
+            differences[one.prompt] = _first_difference(one, other, judge)
+    return Equality(num_compared, tuple(differences.values()), near_tie)
+
+
+def _first_difference(expected: Answer, served: Answer, judge: TieJudge) -> Difference:
+    pairs = zip(expected.token_ids, served.token_ids, strict=False)
+    position = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
+    if position is None:
+        shorter = min(len(expected.token_ids), len(served.token_ids))
+        return Difference(expected.prompt, shorter, float("inf"))
+    return Difference(expected.prompt, position, judge.gap(expected, served, position))
