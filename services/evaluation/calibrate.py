@@ -71,6 +71,8 @@ def calibrate(settings: Settings, spec: CalibrateSpec) -> None:
     prompts = calibration_prompts(spec.prompts or default_sources(), spec.exclude, spec.num_prompts, spec.seed)
     if len(prompts) < 2:
         raise SettingsError("--prompts: at least 2 prompts are needed, to fit on and to judge by")
+    if settings.drafter.max_width:
+        raise SettingsError("drafter.max_width: leave it 0; all positions are calibrated")
     folder = resolve_checkpoint(settings.drafter_checkpoint(), settings.cache_dir)
     fingerprint, fits = asyncio.run(_fit_all(settings, spec, prompts))
     calibration = Calibration({regime: fit.scaling for regime, fit in fits.items()}, fingerprint)

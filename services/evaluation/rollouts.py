@@ -11,14 +11,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from drafter.calibration import UNCALIBRATED, Calibration, load_calibration
-from drafter.checkpoint import FOLDERLESS, resolve_checkpoint
+from drafter.checkpoint import FOLDERLESS, read_drafter, resolve_checkpoint
 from drafter.rounds import Round
 from scheduler.actor import SchedulerActor
 from scheduler.errors import DrafterLost, ServingError, SettingsError, revive
 from scheduler.wire import Delta, DrafterInfo, FinishReason, Request, SamplingParams, VerifierInfo
 from services.evaluation.recorder import RecordedDrafter, RecordedVerifier, Recorder
 from services.gateway.app import LoadedModel
-from services.gateway.openai import parse_chat
+from services.gateway.parsing import parse_chat
 from services.gateway.stream import dump
 from services.gateway.text import Detokeniser
 from services.settings import Settings
@@ -219,4 +219,5 @@ def calibration_of(settings: Settings, info: DrafterInfo) -> Calibration:
     checkpoint = settings.drafter_checkpoint()
     if checkpoint in FOLDERLESS:
         return UNCALIBRATED
-    return load_calibration(resolve_checkpoint(checkpoint, settings.cache_dir), info.width, info.fingerprint)
+    folder = resolve_checkpoint(checkpoint, settings.cache_dir)
+    return load_calibration(folder, read_drafter(folder).block_size, info.fingerprint)
