@@ -40,7 +40,7 @@ _HELP = {
     "name": "the model's name in the API",
     "dtype": "auto, bfloat16 or float32",
     "drafter": "a checkpoint folder, auto, ngram or none",
-    "planner": "algorithm1, fixed:k, threshold:x or off",
+    "planner": "auto, algorithm1, fixed:k, threshold:x or off",
     "threads": "threads that compute; 0 is one per core",
     "host": "address to listen on",
     "port": "port to listen on",

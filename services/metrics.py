@@ -94,6 +94,33 @@ def _planner(stats: SchedulerStats) -> Samples:
     return {(stats.planner,): 1.0}
 
 
+def _of_class(name: str, text: str, field: str) -> StatsSpec:
+    return StatsSpec(
+        name,
+        "counter",
+        text,
+        ("text_class",),
+        read=lambda stats: {(key or "unknown",): n for key, n in getattr(stats, field).items()},
+    )
+
+
+def _confidence(name: str, text: str, field: str) -> StatsSpec:
+    """By text class and draft position; of drafts put to the target after all their predecessors were accepted."""
+    return StatsSpec(
+        name,
+        "counter",
+        text,
+        ("text_class", "position"),
+        read=lambda stats: {
+            (row.text_class or "unknown", str(k)): n for row in stats.drift for k, n in enumerate(getattr(row, field))
+        },
+    )
+
+
+def _gate(stats: SchedulerStats) -> Samples:
+    return {(stats.gate_state,): 1.0}
+
+
 def _kv_ratio(stats: SchedulerStats) -> Samples:
     return {(): stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0}
 
@@ -109,6 +136,13 @@ SCHEDULER: tuple[StatsSpec, ...] = (
     _counter("dspark_emitted_tokens", "Tokens committed, first tokens included.", "num_emitted_tokens"),
     _by_position("dspark_verify_tokens_per_pos", "Rounds that verified this draft position.", "verified_at"),
     _by_position("dspark_accepted_tokens_per_pos", "Rounds that accepted this draft position.", "accepted_at"),
+    _of_class("dspark_class_verify_rounds", "Verify rounds, by the request's text class.", "rounds_of_class"),
+    _of_class("dspark_class_round_tokens", "Tokens of verify rounds, by text class.", "round_tokens_of_class"),
+    _confidence("dspark_confidence_drafts", "Drafts judged by the target, predecessors accepted.", "trials"),
+    _confidence("dspark_confidence_accepted", "Of these, accepted.", "accepted"),
+    _confidence("dspark_confidence_stated", "Of these, acceptances as the drafter stated them.", "stated"),
+    _confidence("dspark_confidence_believed", "Of these, acceptances as corrected for drift.", "believed"),
+    _counter("dspark_untrimmed_plans", "Plans that verified every draft, for want of a curve.", "num_untrimmed_plans"),
     _counter("dspark_step_tokens", "Tokens the target ran: prefill, last tokens and drafts.", "num_step_tokens"),
     _counter("dspark_prefill_tokens", "Prompt tokens the target computed.", "num_prefill_tokens"),
     StatsSpec("dspark_step_seconds", "counter", "Seconds in each verb of the loop.", ("verb",), read=_verbs),
@@ -135,6 +169,8 @@ SCHEDULER: tuple[StatsSpec, ...] = (
     _gauge("dspark_draft_width", "Most drafted tokens a round (gamma).", "draft_width"),
     _gauge("dspark_cost_curve_loaded", "1 when a measured cost curve is in force.", "curve_loaded"),
     _gauge("dspark_cost_curve_age_seconds", "Age of the cost curve.", "curve_age_s"),
+    _gauge("dspark_cost_curve_factor", "Seconds of steps now over those of the saved curve.", "verify_cost_factor"),
+    StatsSpec("dspark_draft_gate", "gauge", "1 for the state of the draft gate.", ("state",), read=_gate),
     _gauge("dspark_drafter_up", "1 when the drafter answers.", "drafter_alive"),
     _gauge("dspark_verifier_up", "1 when the verifier answers.", "verifier_alive"),
     _gauge("dspark_last_step_age_seconds", "Seconds since a step completed.", "last_step_age_s"),

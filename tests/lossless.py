@@ -32,7 +32,7 @@ from verifier.weights import resolve_model
 
 # Logits of the demo target reach 20, where bfloat16 steps by 0.125 and thirty layers have rounded before.
 NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.5}
-PLANNERS = ("off", *(f"fixed:{k}" for k in range(1, 8)), "algorithm1")
+PLANNERS = ("off", *(f"fixed:{k}" for k in range(1, 8)), "algorithm1", "auto")
 
 
 class Reference:

@@ -18,7 +18,7 @@ from tests.unit.drafter_twins import Flavour, write_drafter
 from verifier import runner as runner_module
 
 PROMPTS = [[27], [43, 22, 45, 1, 2], [3, 19, 28, 0, 6, 17, 4, 5, 45, 9, 34, 43, 22], list(range(40)), [5, 6] * 20, [8]]
-PLANNERS = ["off", *(f"fixed:{k}" for k in range(1, 8)), "threshold:0.5", "algorithm1"]
+PLANNERS = ["off", *(f"fixed:{k}" for k in range(1, 8)), "threshold:0.5", "algorithm1", "auto"]
 NUM_SAMPLES = 12000
 
 
@@ -123,6 +123,7 @@ CASES = [
     ("fixed:2", "dspark_rnn", SamplingParams(temperature=0.3, max_tokens=3)),
     ("threshold:0.1", "dspark_gated", SamplingParams(temperature=1.7, top_k=6, max_tokens=3)),
     ("algorithm1", "dspark_vanilla", SamplingParams(temperature=1.0, top_p=0.8, max_tokens=3)),
+    ("auto", "dspark_vanilla", SamplingParams(temperature=1.3, top_p=0.9, max_tokens=3)),
     ("algorithm1", "dspark_noconfmarkov", SamplingParams(temperature=1.7, top_p=0.9, top_k=10, max_tokens=3)),
     ("fixed:7", "dflash", SamplingParams(temperature=1.7, top_p=0.95, max_tokens=3)),
     ("fixed:5", "eagle3", SamplingParams(temperature=1.0, max_tokens=3)),

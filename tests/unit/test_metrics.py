@@ -8,6 +8,7 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from scheduler.drift import DriftRow
 from scheduler.stats import SchedulerStats
 from services.metrics import ALIASES, BUDGET, CATALOGUE, GATEWAY, SCHEDULER, GatewayMetrics
 
@@ -33,7 +34,11 @@ STATS = SchedulerStats(
     apply_s=0.02,
     kv_blocks_used=5,
     kv_blocks_total=20,
-    planner="algorithm1",
+    planner="auto",
+    gate_state="partial",
+    rounds_of_class={"code": 4, "": 6},
+    round_tokens_of_class={"code": 11, "": 8},
+    drift=(DriftRow("code", (8.0, 5.0), (6.0, 3.0), (7.5, 4.5), (6.2, 3.1)),),
     trim_off_reason="no curve",
     drafter_alive=True,
 )
@@ -119,9 +124,19 @@ def test_labels_tell_outcomes_reasons_and_errors_apart():
     assert one(samples, "dspark_failed_requests_total", error="VerifierLost") == 1
     assert one(samples, "dspark_admission_rejections_total", reason="Overloaded") == 2
     assert one(samples, "dspark_kv_cache_usage_ratio") == 0.25
-    assert one(samples, "dspark_planner_info", planner="algorithm1") == 1
+    assert one(samples, "dspark_planner_info", planner="auto") == 1
+    assert one(samples, "dspark_draft_gate", state="partial") == 1
     assert one(samples, "dspark_trim_off", reason="no curve") == 1
     assert "dspark_trim_off" not in page(dataclasses.replace(STATS, trim_off_reason=""))
+
+
+def test_confidences_and_accept_lengths_come_by_text_class():
+    samples = page()
+    assert one(samples, "dspark_class_verify_rounds_total", text_class="code") == 4
+    assert one(samples, "dspark_class_round_tokens_total", text_class="unknown") == 8
+    for name, expected in (("drafts", 8), ("accepted", 6), ("stated", 7.5), ("believed", 6.2)):
+        assert one(samples, f"dspark_confidence_{name}_total", text_class="code", position="0") == expected
+    assert one(samples, "dspark_confidence_accepted_total", text_class="code", position="1") == 3
 
 
 def test_latencies_are_observed_once_each_and_sum_exactly():

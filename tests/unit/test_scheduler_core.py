@@ -16,7 +16,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.core import PrefixScheduler
 from scheduler.errors import BadParams, DrafterLost, InternalFault, Overloaded, SettingsError, TooLong
 from scheduler.refinement import RefinedCurve
-from scheduler.wire import Draft, DrafterInfo, FinishReason, Request, SamplingParams, Verdict, VerifierInfo
+from scheduler.wire import Draft, DrafterInfo, FinishReason, Request, SamplingParams, Speculation, Verdict, VerifierInfo
 from tests.unit.scheduler_toys import (
     VOCAB,
     Bench,
@@ -735,6 +735,55 @@ def test_a_verifier_that_comes_back_as_another_model_ends_what_ran() -> None:
     bench.collect(bench.core.verifier_back(dataclasses.replace(bench.verifier.info(), fingerprint="other")))
     ending = bench.ending("r")
     assert ending.error is not None and "another model" in ending.error[1]
+
+
+# -- each request its own say --
+
+
+def speculating(bench: Bench, name: str, prompt: list[int], wish: Speculation, max_tokens: int = 40) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    bench.core.add(Request(name, tuple(prompt), params, speculation=wish), bench.now)
+
+
+@pytest.mark.parametrize("planner", ["auto", "algorithm1", "fixed:5"])
+def test_requests_with_planners_of_their_own_are_honoured_in_one_batch(planner: str) -> None:
+    bench = bench_with(planner, knows=always)
+    bench.core.drafting.curve = RefinedCurve(flat_curve())
+    wishes = {
+        "plain": Speculation(planner="off"),
+        "two": Speculation(planner="fixed:2"),
+        "capped": Speculation(max_draft_tokens=1),
+        "none": Speculation(max_draft_tokens=0),
+        "own": Speculation(),
+    }
+    for i, (name, wish) in enumerate(wishes.items()):
+        speculating(bench, name, [i, *PROMPT], wish)
+    bench.run()
+    most = {name: max(delta.num_verified for delta in bench.deltas[name]) for name in wishes}
+    assert most == {"plain": 0, "two": 2, "capped": 1, "none": 0, "own": 5}
+    assert all(len(bench.output(name)) == 40 for name in wishes)
+
+
+def test_a_fixed_wish_drafts_even_where_the_gate_is_shut() -> None:
+    bench = bench_with("auto", knows=never, max_model_len=600, num_blocks=300)
+    bench.core.drafting.curve = RefinedCurve(flat_curve(draft_s=0.01))
+    speculating(bench, "own", [1, *PROMPT], Speculation(), max_tokens=200)
+    speculating(bench, "two", [2, *PROMPT], Speculation(planner="fixed:2"), max_tokens=200)
+    bench.run()
+    drafted = {name: sum(delta.num_drafted > 0 for delta in bench.deltas[name]) for name in ("own", "two")}
+    assert drafted["two"] >= 195
+    assert drafted["own"] < 60
+
+
+def test_planners_never_change_the_text_of_a_mixed_batch() -> None:
+    outputs = []
+    for planner in ("off", "auto", "algorithm1", "threshold:0.5", "fixed:3"):
+        bench = bench_with(planner, knows=sometimes)
+        for i, own in enumerate(["", "off", "fixed:1", "threshold:0.3", "auto", "algorithm1"]):
+            speculating(bench, f"r{i}", [i, *PROMPT], Speculation(planner=own))
+        bench.run()
+        outputs.append([bench.output(f"r{i}") for i in range(6)])
+    assert all(output == outputs[0] for output in outputs)
 
 
 def test_the_planner_can_be_changed_between_steps() -> None:

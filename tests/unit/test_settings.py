@@ -159,7 +159,9 @@ def test_the_schedulers_section_has_every_setting_of_the_scheduler():
     assert set(SchedulerSettings.model_fields) == {field.name for field in dataclasses.fields(SchedulerConfig)}
 
 
-@pytest.mark.parametrize("planner", ["off", "algorithm1", "fixed:1", "fixed:7", "threshold:0.35", "threshold:1.0"])
+@pytest.mark.parametrize(
+    "planner", ["off", "auto", "algorithm1", "fixed:1", "fixed:7", "threshold:0.35", "threshold:1.0"]
+)
 def test_the_planners_that_exist_are_accepted(planner):
     assert load_settings(flags={"scheduler": {"planner": planner}}).scheduler_config().planner == planner
 
