@@ -75,12 +75,15 @@ class SchedulerActor:
         self._refusal = None
 
     async def submit(self, request: Request) -> None:
-        """Queues the request; raises Rejected kinds, or ShuttingDown."""
+        """Queues the request; raises Rejected kinds, or ShuttingDown. One with a grammar is queued once that is compiled."""
+        self._check(request)
+        if request.params.grammar is not None:
+            await self._verifier.check_grammar(request.params.grammar)
         loop = self._running()
         now = self._clock()
         if not loop.core.has_work:
             loop.progress_s = now
-        loop.core.add(self._checked(request), now)
+        loop.core.add(request, now)
         self._subscriber_of[request.request_id] = request.subscriber
         self._quiet.clear()
         loop.wake()
@@ -174,9 +177,8 @@ class SchedulerActor:
             self._quiet.set()
             self._discard_unread()
 
-    def _checked(self, request: Request) -> Request:
-        check_request(request, self._started().core.verifier.vocab_size)
-        return request
+    def _check(self, request: Request) -> None:
+        check_request(request, self._running().core.verifier.vocab_size)
 
     def _started(self) -> ServingLoop:
         if self._loop is None:

@@ -14,12 +14,13 @@ from scheduler.wire import FinishReason
 def commit(live: Live, token_id: int) -> FinishReason | None:
     """Appends one output token; the reason when it was the last. A stop id is kept and counted.
 
-    A stop id at an output position below min_tokens does not end the request (the verifier masks it there anyway).
+    A stop id at an output position below min_tokens does not end the request; the verifier masks it there anyway, unless a
+    grammar allows nothing else any more, and then it does end it.
     """
     params = live.request.params
-    position = live.num_output
+    may_stop = live.num_output >= params.min_tokens or params.grammar is not None
     live.append(token_id)
-    if token_id in params.stop_ids and position >= params.min_tokens:
+    if token_id in params.stop_ids and may_stop:
         return FinishReason.STOP
     if live.num_remaining == 0:
         return FinishReason.LENGTH

@@ -26,6 +26,7 @@ from scheduler.errors import (
     ServingError,
     TooLong,
     VerifierLost,
+    revive,
 )
 from scheduler.live import Live, new_live
 from scheduler.residency import Residency
@@ -324,6 +325,8 @@ class PrefixScheduler:
         live = share.live
         if live.cancelled:
             return self._end(live, FinishReason.CANCELLED)
+        if verdict.error is not None:
+            return self._fail(live, revive(*verdict.error))
         try:
             check_verdict(share, verdict, self.verifier.vocab_size)
             committed, reason = self._commit(share, verdict)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from scheduler.wire import Delta, Draft, DraftAsk, DrafterInfo, Plan, Verdict, VerifierInfo
+from scheduler.wire import Delta, Draft, DraftAsk, DrafterInfo, Grammar, Plan, Verdict, VerifierInfo
 
 Features = Any
 
@@ -35,6 +35,10 @@ class Verifier(Protocol):
 
     async def verify(self, plan: Plan) -> tuple[list[Verdict], Features | None]:
         """One forward over all extensions, then acceptance. Verdicts in the order of the extensions. Raises VerifierLost."""
+        ...
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Compiles it, beside whatever step is under way; raises BadParams when it cannot be followed."""
         ...
 
     async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:

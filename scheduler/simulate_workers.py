@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from scheduler.curves import CostLaw, StepWork
+from scheduler.errors import BadParams
 from scheduler.simulate_traces import Traces
 from scheduler.throughput import CostCurve, CurvePoints, measure_curve
-from scheduler.wire import Draft, DraftAsk, DrafterInfo, Extension, Plan, Verdict, VerifierInfo
+from scheduler.wire import Draft, DraftAsk, DrafterInfo, Extension, Grammar, Plan, Verdict, VerifierInfo
 
 _T = TypeVar("_T")
 
@@ -65,6 +66,9 @@ class SimulatedTarget:
 
     async def verify(self, plan: Plan) -> tuple[list[Verdict], None]:
         return self.answer(plan), None
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        raise BadParams("a simulated target follows no grammar", "response_format")
 
     async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
         return [[self._law.verify_s(_measured_work(n, context)) for n in num_tokens] for context in context_lens]

@@ -54,6 +54,10 @@ def _check_params(params: SamplingParams, vocab_size: int) -> None:
             )
     if params.min_tokens > 0 and len(set(params.stop_ids)) == vocab_size:
         raise BadParams("min_tokens leaves no token to draw when every token is a stop token", "min_tokens")
+    if params.grammar is not None and not params.stop_ids:
+        raise BadParams(
+            "structured output needs a stop token to end with, so ignore_eos cannot go with it", "ignore_eos"
+        )
     _check_logits_changes(params, vocab_size)
     if params.num_logprobs is not None and not 0 <= params.num_logprobs <= _MOST_LOGPROBS:
         raise BadParams(f"top_logprobs must be from 0 to {_MOST_LOGPROBS}, not {params.num_logprobs}", "top_logprobs")

@@ -198,12 +198,14 @@ class Verdict:
     token_ids: the accepted drafts followed by the target's own next token (replacement or bonus): num_accepted + 1 ids.
         Empty when the extension did not sample.
     logprobs: one per token id, when the request asked for them.
+    error: class name and message of a ServingError that ends this request and no other; then there are no tokens.
     """
 
     request_id: str
     num_accepted: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
+    error: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

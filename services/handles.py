@@ -19,7 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from scheduler.errors import DrafterLost, Failed, Overloaded, SchedulerLost, ServingError, SettingsError, VerifierLost
 from scheduler.ports import Features
 from scheduler.stats import SchedulerStats
-from scheduler.wire import Delta, Draft, DraftAsk, DrafterInfo, Plan, Request, Verdict, VerifierInfo
+from scheduler.wire import Delta, Draft, DraftAsk, DrafterInfo, Grammar, Plan, Request, Verdict, VerifierInfo
 from services.model_card import ModelCard
 
 logger = logging.getLogger(__name__)
@@ -108,6 +108,15 @@ class WorkerProcess:
         first, second = getattr(actor, method).options(num_returns=2).remote(*args)
         return await self._result(actor, first, None), second
 
+    async def ask(self, method: str, *args: Any) -> Any:
+        """A call beside the work: who gives it up says nothing about the worker."""
+        try:
+            return await getattr(self._alive(), method).remote(*args)
+        except RayError as error:
+            if (cause := cause_of(error)) is not error:
+                raise cause from None
+            raise self._lost(f"the {self._name} failed: {_last_line(error)}") from error
+
     def stop(self) -> None:
         actor, self._actor = self._actor, None
         if self._starting is not None:
@@ -169,6 +178,9 @@ class RemoteVerifier:
     async def verify(self, plan: Plan) -> tuple[list[Verdict], Features | None]:
         verdicts, features = await self._process.call_two("verify", plan)
         return verdicts, features if plan.capture else None
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        await self._process.ask("check_grammar", grammar)
 
     async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
         return await self._process.call("measure", num_tokens, context_lens, timeout_s=self._process.start_timeout_s)

@@ -13,7 +13,7 @@ import ray
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from scheduler.wire import Draft, DraftAsk, DrafterInfo, Plan, Verdict, VerifierInfo
+from scheduler.wire import Draft, DraftAsk, DrafterInfo, Grammar, Plan, Verdict, VerifierInfo
 from services.cluster import gpu_shares, start_ray
 from services.engine import NO_DRAFTER, Workers
 from services.handles import drafter_port, verifier_port
@@ -42,6 +42,9 @@ class VerifierProcess:
         """Two Ray results. Features leave the device here: the drafter's process may have another one."""
         verdicts, features = await self._worker.verify(plan)
         return verdicts, features if features is None else _on_host(features)
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        await self._worker.check_grammar(grammar)
 
     async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
         return await self._worker.measure(num_tokens, context_lens)

@@ -9,9 +9,9 @@ logits rows 0..n give p_1..p_{n+1}; the verdict is the accepted prefix of the dr
                max(0, p_k - q_k) renormalised, after n acceptances draw from p_{n+1}. Drafts without q were decided, not
                drawn, and q_k is one-hot; so is a q_k that is not finite. Where the residual has no mass, p_k serves.
 
-p_k is the law of the logits that the request's parameters make of the target's (penalties.py, min_tokens), with x_1..x_{k-1} as
-output. In each case the emitted tokens follow p exactly, whatever the drafts and however many of them were admitted. Knows no
-drafter, no KV and no stop rule: what a request keeps of a verdict is decided where it is applied.
+p_k is the law of what the request's parameters make of the target's logits (penalties.py, masks.py, min_tokens) with
+x_1..x_{k-1} as output. In each case the emitted tokens follow p exactly, whatever the drafts and however many of them were
+admitted. Knows no drafter, no KV and no stop rule: what a request keeps of a verdict is decided where it is applied.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 from scheduler.errors import InternalFault
 from scheduler.wire import Extension, Verdict
 from verifier.logprobs import token_logprobs
+from verifier.masks import TokenMasks
 from verifier.penalties import Judged, changes_logits, penalise
 from verifier.sampling import SamplingTable, peak, pick, seeded_pick, transform
 
@@ -81,11 +82,16 @@ class _Batch:
 
 
 def judge(
-    *, logits: Tensor, extensions: Sequence[Extension], generator: torch.Generator | None = None
+    *,
+    logits: Tensor,
+    extensions: Sequence[Extension],
+    generator: torch.Generator | None = None,
+    masks: TokenMasks | None = None,
 ) -> list[Verdict]:
     """One verdict per extension, in order. Every extension given here samples.
 
     logits: [S, V]; num_draft + 1 consecutive rows per extension, the first being the law after its last known token.
+    masks: what grammars allow in some of the rows; whoever made them has seen to stop ids and min_tokens there.
     generator: on the device of the logits; independent of the drafter's (noise.fresh_generator). None is torch's own.
     Raises InternalFault when a row has no law (NaN, +inf or nothing but -inf), ValueError for drafts that cannot be.
     """
@@ -95,7 +101,7 @@ def judge(
     _refuse_misfits(batch, logits)
     table = SamplingTable.build([e.params for e in extensions], logits.device)
     raw = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
-    logits = _as_asked(raw, batch)
+    logits = _as_asked(raw, batch, masks)
     tops, targets = peak(logits)
     answers = [targets, torch.isfinite(tops).to(torch.int64)]
     if table.any_seeded:
@@ -124,15 +130,17 @@ def _refuse_misfits(batch: _Batch, logits: Tensor) -> None:
         raise ValueError(f"draft token ids must lie in 0..{logits.shape[1] - 1}")
 
 
-def _as_asked(raw: Tensor, batch: _Batch) -> Tensor:
+def _as_asked(raw: Tensor, batch: _Batch, masks: TokenMasks | None) -> Tensor:
     """Logits of the laws that the requests asked for: `raw` itself where nobody asked for anything, else a copy."""
     changed = [i for i, e in enumerate(batch.extensions) if changes_logits(e.params)]
     rows, ids = _early_stops(batch, raw.shape[1])
-    if not changed and not rows:
+    if not changed and not rows and masks is None:
         return raw
     logits = raw.clone()
     penalise(logits, [_judged(batch, i) for i in changed])
     logits[rows, ids] = -torch.inf
+    if masks is not None:
+        masks.apply(logits)
     return logits
 
 
@@ -148,11 +156,13 @@ def _judged(batch: _Batch, index: int) -> Judged:
 
 
 def _early_stops(batch: _Batch, vocab_size: int) -> tuple[list[int], list[int]]:
-    """Rows before min_tokens, and the stop ids that must not be drawn there."""
+    """Rows before min_tokens, and the stop ids that must not be drawn there; grammars bring their own masks."""
     rows: list[int] = []
     ids: list[int] = []
     for i, extension in enumerate(batch.extensions):
         params = extension.params
+        if params.grammar is not None:
+            continue
         num_early = min(params.min_tokens - extension.output_index, extension.num_draft + 1)
         stops = [s for s in params.stop_ids if 0 <= s < vocab_size] if num_early > 0 else []
         for row in range(batch.first_row[i], batch.first_row[i] + max(0, num_early)):

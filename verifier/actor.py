@@ -7,14 +7,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from scheduler.errors import VerifierLost
-from scheduler.wire import Plan, Verdict, VerifierInfo
+from scheduler.errors import BadParams, VerifierLost
+from scheduler.wire import Grammar, Plan, Verdict, VerifierInfo
 from verifier.config import VerifierConfig
 from verifier.features import CommittedFeatures
 from verifier.measure import product_seconds, step_seconds
 from verifier.runner import TargetRunner
 
 T = TypeVar("T")
+
+COMPILE_S = 10.0
+_COMPILERS = 2
 
 
 class VerifierWorker:
@@ -29,6 +32,7 @@ class VerifierWorker:
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="verifier")
         self._owns_executor = executor is None
         self._runner: TargetRunner | None = None
+        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar")
 
     async def start(self) -> None:
         """Loads the target; raises SettingsError when it cannot."""
@@ -41,6 +45,18 @@ class VerifierWorker:
         runner = self._loaded()
         return await self._compute(lambda: runner.verify(plan))
 
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """In a thread of its own, so that steps go on; what takes longer than COMPILE_S is refused."""
+        compiling = asyncio.get_running_loop().run_in_executor(
+            self._compilers, self._loaded().grammars.compile, grammar
+        )
+        try:
+            await asyncio.wait_for(compiling, COMPILE_S)
+        except TimeoutError:
+            raise BadParams(
+                f"the grammar was not compiled within {COMPILE_S:g} s; make it simpler", "response_format"
+            ) from None
+
     async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
         runner = self._loaded()
         return await self._compute(lambda: step_seconds(runner, num_tokens, context_lens))
@@ -52,6 +68,7 @@ class VerifierWorker:
 
     async def stop(self) -> None:
         self._runner = None
+        self._compilers.shutdown(wait=False, cancel_futures=True)
         if self._owns_executor:
             self._executor.shutdown(wait=False, cancel_futures=True)
 

@@ -1,25 +1,29 @@
 """Owns the target on its device: loads it, sizes its KV cache, runs verify steps.
 
-Synchronous; verifier/actor.py keeps it off the event loop. Stateless between steps but for the KV tensors: a Plan carries
-everything a step needs.
+Synchronous; verifier/actor.py keeps it off the event loop. Between steps it keeps the KV tensors, and automata of grammars as
+a cache: a Plan carries everything a step needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
-from scheduler.errors import SettingsError
-from scheduler.wire import Plan, Verdict, VerifierInfo
+from scheduler.errors import BadParams, ServingError, SettingsError
+from scheduler.wire import Extension, Plan, Verdict, VerifierInfo
 from verifier.acceptance import judge
 from verifier.architecture import Architecture, read_architecture
 from verifier.attention import paged_attention
+from verifier.automata import Automata
 from verifier.batch import FlatBatch, kept_rows, pack, previous_slots
 from verifier.config import VerifierConfig
 from verifier.device import resolve_device, resolve_dtype, set_threads
 from verifier.features import CommittedFeatures
+from verifier.grammar import GrammarCompiler
 from verifier.kv import PagedKV, bytes_per_token
+from verifier.masks import Constraint
 from verifier.model import Decoder
 from verifier.noise import fresh_generator
 from verifier.weights import fingerprint, load_target, resolve_model
@@ -53,6 +57,8 @@ class TargetRunner:
             device=self.device,
         )
         self.generator = fresh_generator(config.seed, "verifier", self.device)
+        self.grammars = GrammarCompiler(folder, self.arch.vocab_size)
+        self.automata = Automata(self.grammars, config.max_live)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -76,13 +82,21 @@ class TargetRunner:
         """One forward over the plan's rows, then acceptance."""
         if not plan.extensions:
             return [], None
-        batch = pack(plan, self.kv.block_size, self.device)
+        constraints, failures = self._constrain(plan)
+        batch = pack(plan, self.kv.block_size, self.device, constraints)
         logits, features = self._forward(batch, capture=plan.capture)
-        judged = {v.request_id: v for v in judge(logits=logits, extensions=batch.sampling, generator=self.generator)}
-        verdicts = [judged.get(e.request_id) or Verdict(e.request_id, 0, ()) for e in plan.extensions]
+        found = judge(logits=logits, extensions=batch.sampling, generator=self.generator, masks=batch.masks)
+        judged = {v.request_id: v for v in found}
+        verdicts = [_verdict(e, judged, constraints, failures) for e in plan.extensions]
         if features is None:
             return verdicts, None
-        return verdicts, self._committed(batch, features, kept_rows(plan, verdicts))
+        return verdicts, self._committed(batch, features, kept_rows(plan, verdicts, constraints))
+
+    def _constrain(self, plan: Plan) -> tuple[dict[str, Constraint], dict[str, ServingError]]:
+        """What grammars say of this step's rows, by request id, and which requests cannot go on under theirs."""
+        if not len(self.automata) and all(e.params.grammar is None for e in plan.extensions):
+            return {}, {}
+        return self.automata.constrain(plan.extensions)
 
     def _forward(self, batch: FlatBatch, *, capture: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits of the sampled rows [S, V] and features of all rows [N, m d] (None when not captured)."""
@@ -90,7 +104,7 @@ class TargetRunner:
             self.kv, self.model.rotary, batch.slots, batch.positions, batch.spans, num_heads=self.arch.num_heads
         )
         hidden, features = self.model.forward(batch.ids, batch.positions, attend, self.capture if capture else ())
-        if len(batch.sampled_rows) < len(batch.ids):
+        if len(batch.sampled_rows) != len(batch.ids) or batch.masks is not None:
             hidden = hidden.index_select(0, batch.sampled_rows)
         return self.model.logits(hidden), features
 
@@ -100,6 +114,22 @@ class TargetRunner:
             return CommittedFeatures(*columns)
         index = torch.tensor(rows, device=self.device)
         return CommittedFeatures(*(column[index] for column in columns))
+
+
+def _verdict(
+    extension: Extension,
+    judged: Mapping[str, Verdict],
+    constraints: Mapping[str, Constraint],
+    failures: Mapping[str, ServingError],
+) -> Verdict:
+    """The verdict of `judge`, unless the request's grammar has come to nothing."""
+    request_id = extension.request_id
+    nothing = Verdict(request_id, 0, ())
+    verdict = judged.get(request_id, nothing)
+    constraint, error = constraints.get(request_id), failures.get(request_id)
+    if constraint is not None and constraint.dead_from is not None and verdict.num_accepted >= constraint.dead_from:
+        error = BadParams(constraint.dead_reason)
+    return verdict if error is None else replace(nothing, error=(type(error).__name__, str(error)))
 
 
 def _max_model_len(config: VerifierConfig, arch: Architecture) -> int:

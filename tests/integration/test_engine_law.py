@@ -163,7 +163,7 @@ async def test_the_law_test_notices_an_acceptance_that_uses_a_wrong_q(
     """Negative control: drafts drawn from one law and judged by another (the temperature forgotten, say) must be seen."""
     honest = runner_module.judge
 
-    def biased(*, logits: torch.Tensor, extensions, generator):
+    def biased(*, logits: torch.Tensor, extensions, generator, masks):
         return honest(logits=logits, extensions=[flattened(e) for e in extensions], generator=generator)
 
     monkeypatch.setattr(runner_module, "judge", biased)

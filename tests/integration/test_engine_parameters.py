@@ -135,9 +135,9 @@ async def test_preemption_changes_neither_penalised_tokens_nor_logprobs(
     async with launch(
         golden / "target", golden / "dspark_rnn", block_size=4, num_blocks=24, prefill_chunk=7, prefix_cache=False
     ) as engine:  # fmt: skip
-        answers = await engine.ask([prompt for prompt, _ in CASES], [params for _, params in CASES])
+        answers = await engine.ask([prompt for prompt, _ in CASES[::4]], [params for _, params in CASES[::4]])
         assert (await engine.actor.snapshot()).num_preemptions > 5
-    assert all(same(answer, plain) for answer, plain in zip(answers, expected, strict=True))
+    assert all(same(answer, plain) for answer, plain in zip(answers, expected[::4], strict=True))
 
 
 async def test_a_token_declared_the_stop_inside_an_accepted_block_ends_text_logprobs_and_usage_there(

@@ -204,9 +204,9 @@ def test_a_batch_in_which_nobody_asks_for_anything_is_judged_on_the_logits_thems
 
     logits = torch.randn(6, VOCAB)
     plain = [extension(GREEDY, [], [1, 2]), extension(SamplingParams(top_p=0.5), [], [1, 2])]
-    assert _as_asked(logits, _Batch.build(plain)) is logits
+    assert _as_asked(logits, _Batch.build(plain), None) is logits
     asked = [plain[0], extension(replace(GREEDY, presence_penalty=0.5), [], [1, 2])]
-    assert _as_asked(logits, _Batch.build(asked)) is not logits
+    assert _as_asked(logits, _Batch.build(asked), None) is not logits
 
 
 # --- logprobs
