@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from scheduler.ports import Drafter, Features, Verifier
-from scheduler.wire import Draft, DraftAsk, DrafterInfo, Plan, Verdict, VerifierInfo
+from scheduler.wire import Draft, DraftAsk, DrafterInfo, Grammar, Plan, Verdict, VerifierInfo
 from services.engine import Launch, Workers
 from services.settings import Settings
 
@@ -96,6 +96,9 @@ class WatchedVerifier:
         verdicts, features = await self._verifier.verify(plan)
         self._tape.verified(plan, verdicts)
         return verdicts, features
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        await self._verifier.check_grammar(grammar)
 
     async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
         return await self._verifier.measure(num_tokens, context_lens)
