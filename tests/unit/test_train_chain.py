@@ -36,10 +36,15 @@ KINDS = ["eagle3", "mtp"]
 BLOCK_SIZE = 8
 
 
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, write_target) -> Path:
+    return write_target(tmp_path_factory.mktemp("target") / "model", request.param, seed=3)
+
+
 @pytest.fixture(scope="module")
-def states_folder(llama_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def states_folder(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("states")
-    decoder = load_decoder(llama_target, torch.float32, torch.device("cpu"), max_len=40)
+    decoder = load_decoder(target, torch.float32, torch.device("cpu"), max_len=40)
     writer = AnswerWriter(decoder, capture=LAYERS, stop_ids=[1], rows=8, max_len=32)
     prompts = [torch.randint(2, 64, (5,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(8)]
     jobs = [Job(f"{i:08x}{i:08x}", "chat", tuple(prompt), float(i % 2), 20) for i, prompt in enumerate(prompts)]
@@ -54,9 +59,9 @@ def found(states_folder: Path) -> list[States]:
 
 
 @pytest.fixture(params=KINDS)
-def config(request: pytest.FixtureRequest, llama_target: Path, states_folder: Path, tmp_path: Path) -> RunConfig:
+def config(request: pytest.FixtureRequest, target: Path, states_folder: Path, tmp_path: Path) -> RunConfig:
     shape = DrafterShape(LAYERS, mask_token_id=-1, block_size=4, draft_vocab_size=40, kind=request.param)
-    return RunConfig(str(llama_target), states_folder, tmp_path / "run", shape, dtype="float32", max_len=64)
+    return RunConfig(str(target), states_folder, tmp_path / "run", shape, dtype="float32", max_len=64)
 
 
 @pytest.fixture
@@ -154,14 +159,15 @@ def test_the_exported_file_is_what_other_engines_expect(
     export(config, network, tmp_path / "out")
     stored = load_file(tmp_path / "out" / "model.safetensors")
     settings = read_config(tmp_path / "out")
+    family = settings["model_type"].capitalize()
     assert settings["num_hidden_layers"] == 1 and settings["ttt_length"] == 4
     assert not {"embed_tokens.weight", "lm_head.weight", "mask_token_id", "markov_rank"} & {*stored, *settings}
     if config.shape.kind == "eagle3":
-        assert settings["architectures"] == ["LlamaEagle3Model"] and settings["target_layer_ids"] == [0, 1]
-        assert stored["fc.weight"].shape == (64, 128) and stored["layers.0.self_attn.q_proj.weight"].shape == (64, 128)
+        assert settings["architectures"] == [f"{family}Eagle3Model"] and settings["target_layer_ids"] == [0, 1]
+        assert stored["fc.weight"].shape == (64, 128) and stored["layers.0.self_attn.q_proj.weight"].shape[1] == 128
         assert stored["d2t"].shape == (40,) and stored["t2d"].sum() == 40
     else:
-        assert settings["architectures"] == ["LlamaMTPModel"] and settings["target_layer_ids"] == [1]
+        assert settings["architectures"] == [f"{family}MTPModel"] and settings["target_layer_ids"] == [1]
         assert stored["eh_proj.weight"].shape == (64, 128) and stored["draft_vocab_ids"].shape == (40,)
     loaded = load_checkpoint(tmp_path / "out", Path(config.target), torch.float32, torch.device("cpu"))
     assert loaded.arch.kind == config.shape.kind
@@ -170,13 +176,23 @@ def test_the_exported_file_is_what_other_engines_expect(
 
 
 @torch.no_grad()
+def test_training_may_go_on_from_a_checkpoint(
+    network: ChainNetwork, checkpoint: Path, config: RunConfig, found: list[States]
+) -> None:
+    started = build_network(replace(config, init_from=checkpoint), StatesFolder(config.states))
+    assert torch.equal(started.draft_vocab_ids, network.draft_vocab_ids)
+    batch = [blocks_of(found[0], valid_anchors(found[0])[:5], 4)]
+    torch.testing.assert_close(started(batch), network(batch), atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
 def test_an_mtp_module_starts_from_states_whose_dimensions_have_one_size(
-    llama_target: Path, states_folder: Path, found: list[States], tmp_path: Path
+    target: Path, states_folder: Path, found: list[States], tmp_path: Path
 ) -> None:
     """A few dimensions of a raw residual stream are a thousand times the rest and would be all that a norm lets through."""
     shape = DrafterShape(LAYERS, mask_token_id=-1, block_size=1, draft_vocab_size=0, kind="mtp")
     made = build_network(
-        RunConfig(str(llama_target), states_folder, tmp_path, shape, dtype="float32", max_len=64),
+        RunConfig(str(target), states_folder, tmp_path, shape, dtype="float32", max_len=64),
         StatesFolder(states_folder),
     )
     states = torch.cat([s.features[:-1, -64:] for s in found])
