@@ -132,9 +132,10 @@ def auto(*, survival: Probabilities, outlook: Probabilities, num_sampling: float
     order, ranked = _by_rank(survival)
     if not len(order):
         return np.zeros(len(survival), dtype=np.int64)
-    falls_short = ranked < least_survivals(
-        outlook=outlook[: len(order)], num_sampling=num_sampling, step_seconds=step_seconds
-    )
+    # As long as it was before anything was drawn: cut to the survivals that turned out positive, it would tell of them.
+    known = outlook[: len(step_seconds) - 1]
+    price = least_survivals(outlook=known, num_sampling=num_sampling, step_seconds=step_seconds)
+    falls_short = ranked < price[: len(order)]
     num_admitted = int(falls_short.argmax()) if falls_short.any() else len(order)
     return np.bincount(order[:num_admitted] % len(survival), minlength=len(survival))
 

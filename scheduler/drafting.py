@@ -352,10 +352,9 @@ class Drafting:
         return confidence
 
     def _filled_in(self, confidence: Probabilities, slots: npt.NDArray[np.int64]) -> Probabilities:
-        """With the running estimates for drafts that state nothing at all."""
-        if self.info is not None and self.info.has_confidence:
-            return confidence
-        return self._estimates.rates(slots)
+        """With the running estimates where the drafter states nothing, or NaN."""
+        unsaid = np.isnan(confidence)
+        return np.where(unsaid, self._estimates.rates(slots), confidence) if unsaid.any() else confidence
 
     def _groups(self, proposals: Sequence[Proposal]) -> npt.NDArray[np.int64]:
         requests = [p.live.request for p in proposals]

@@ -99,6 +99,23 @@ def test_counterexample_admits_nothing_whatever_the_second_confidence() -> None:
     assert global_argmax([[0.8]], seconds) == [0]
 
 
+@pytest.mark.parametrize("second", [0.0, float("nan"), 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("planner", ["auto", "algorithm1", "threshold:0.5"])
+def test_the_second_confidence_of_the_counterexample_decides_nothing_about_the_first_token(
+    planner: str, second: float
+) -> None:
+    """Also where it is no candidate at all: how many candidates there turned out to be is news of the drafted tokens."""
+    lengths_ = admit(
+        parse_planner(planner),
+        confidence=np.array([[0.8, second]]),
+        caps=np.array([2]),
+        num_sampling=1,
+        step_seconds=np.array([1.0, 2.0, 1 / 0.45]),
+        outlook=np.array([0.8, 0.72]),
+    )
+    assert (lengths_[0] >= 1) == (planner != "algorithm1")
+
+
 def served_law(planner: str, num_draws: int = 400_000) -> float:
     """P(first token is A) of the two-token example of reference 1.9: p = (.7, .3), q = (.5, .5), c_2 = .9 after A, 0 after B."""
     rng = np.random.default_rng(7)
@@ -157,7 +174,7 @@ def test_fast_algorithm1_equals_the_papers_loop(confidence: list[list[float]], s
 @given(
     confidence=confidences,
     seconds=stairs,
-    later=st.lists(st.floats(0, 1), min_size=4, max_size=4),
+    later=st.lists(st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0])), min_size=4, max_size=4),
     planner=st.sampled_from(["auto", "algorithm1", "threshold:0.4", "fixed:2", "off"]),
     expected=st.lists(st.floats(0, 1), min_size=24, max_size=24),
     data=st.data(),
@@ -195,15 +212,15 @@ def slow_auto(rows: Sequence[Sequence[float]], seconds: Sequence[float], outlook
     candidates = sorted(
         (-np.float32(a), j, r) for r, row in enumerate(rows) for j, a in enumerate(row) if np.float32(a) > 0
     )
-    hoped = [max(0.01, each) for each in outlook[: len(candidates)]]
-    emitted = [len(rows) + sum(hoped[:k]) for k in range(len(candidates) + 1)]
+    hoped = [max(0.01, each) for each in outlook]
+    emitted = [len(rows) + sum(hoped[:k]) for k in range(len(hoped) + 1)]
     best_rate = max(tokens / time for tokens, time in zip(emitted, seconds, strict=False))
     chosen = [0] * len(rows)
     for i, (minus_a, j, r) in enumerate(candidates):
         scale = float(-minus_a) / hoped[i]
         pays = any(
             scale * sum(hoped[i:stop]) >= best_rate * (seconds[stop] - seconds[i]) * (1 - 1e-6)
-            for stop in range(i + 1, len(candidates) + 1)
+            for stop in range(i + 1, len(hoped) + 1)
         )
         if not pays:
             break
