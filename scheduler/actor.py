@@ -92,6 +92,10 @@ class SchedulerActor:
         """Ends the request, at once or after the step it is in; nothing if there is none."""
         self._cancel_now(request_id)
 
+    async def queue_position(self, request_id: str) -> int | None:
+        """0 when the request has a place, 1 when it is the next to get one; None when there is no such request."""
+        return self._started().core.queue_position(request_id)
+
     def subscribe(self, subscriber: str) -> Subscription:
         """The deltas of this subscriber's requests, one list per step, from now on and those kept for it.
 

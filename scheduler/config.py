@@ -15,6 +15,9 @@ class SchedulerConfig:
     max_live: requests that hold KV blocks at once. max_waiting: queue length beyond which requests are refused.
     prefill_chunk: most prompt tokens computed in one step, over all requests.
     longest_step_s: prompt chunks are cut so that a step in which others decode takes no longer, by the cost curve; 0 is no limit.
+    priority_aging_s: seconds of waiting that are worth one level of priority: among requests that wait, one of priority p comes
+        before those of priority 0 that arrived up to p times so long before it. 0 ignores priorities.
+    max_wait_s: a request that has waited so long for its first place fails as overloaded; 0 lets it wait until its deadline.
     default_timeout_s: deadline of requests that bring none; 0 is none.
     worker_timeout_s: a draft or verify call that takes longer counts as a lost worker.
     recover_timeout_s: how long requests wait for a lost verifier before they fail.
@@ -27,6 +30,8 @@ class SchedulerConfig:
     prefill_chunk: int = 256
     longest_step_s: float = 0.0
     prefix_cache: bool = True
+    priority_aging_s: float = 30.0
+    max_wait_s: float = 0.0
     default_timeout_s: float = 600.0
     check_integrity: bool = False
     worker_timeout_s: float = 120.0
@@ -39,6 +44,8 @@ _LEAST = {
     "max_waiting": 0,
     "prefill_chunk": 1,
     "longest_step_s": 0,
+    "priority_aging_s": 0,
+    "max_wait_s": 0,
     "default_timeout_s": 0,
     "worker_timeout_s": 0.1,
     "recover_timeout_s": 0,

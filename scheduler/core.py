@@ -22,6 +22,7 @@ from scheduler.errors import (
     BadParams,
     DeadlineExceeded,
     InternalFault,
+    Overloaded,
     Rejected,
     ServingError,
     TooLong,
@@ -93,11 +94,29 @@ class PrefixScheduler:
         return self._end(live, FinishReason.CANCELLED)
 
     def expire(self, now: float) -> list[Delta]:
-        """Fails every request whose time has run out. Between steps only."""
-        return [
+        """Fails every request whose time has run out, or that has waited too long for a place. Between steps only."""
+        ended = [
             self._fail(live, DeadlineExceeded(f"the request did not finish within {now - live.arrival_s:.0f} s"))
             for live in self.residency.expired(now)
         ]
+        waiting = self.residency.waiting
+        return ended + [
+            self._fail(
+                live,
+                Overloaded(
+                    f"the request waited {now - live.arrival_s:.0f} s for a place, with {waiting.num_before(live)} before it; "
+                    f"the limit is {self.config.max_wait_s:g} s"
+                ),
+            )
+            for live in waiting.overdue(now)
+        ]
+
+    def queue_position(self, request_id: str) -> int | None:
+        """0 when it has a place, 1 when it is the next to get one; None when there is no such request."""
+        live = self.residency.get(request_id)
+        if live is None:
+            return None
+        return 0 if live.slot >= 0 else self.residency.waiting.num_before(live) + 1
 
     def fail(self, request_ids: Iterable[str], error: ServingError) -> list[Delta]:
         """Ends these requests with an error and drops the step under way."""

@@ -6,13 +6,13 @@ a preemption differ only in that number, which is at least 1 because the newest 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from scheduler.errors import InternalFault
 from scheduler.prefix import ROOT
-from scheduler.wire import DraftAsk, IntArray, Request, Usage
+from scheduler.wire import DraftAsk, IntArray, Request, SamplingParams, Usage
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +23,8 @@ class Live:
     epoch: drafter epoch in which all its rows were captured; another epoch than the current means an incomplete context.
     cached_tokens: prompt tokens that came from the prefix cache when it was first admitted.
     slot: its row in the acceptance estimates while it holds blocks.
+    rank: its place among all requests, less is earlier: (arrival less what its priority is worth in seconds, number of its
+        arrival). It never changes, so whoever waits overtakes later arrivals of a higher priority in time.
     """
 
     request: Request
@@ -38,6 +40,7 @@ class Live:
     chain: int = ROOT
     epoch: int = -1
     slot: int = -1
+    rank: tuple[float, int] = (0.0, 0)
     cached_tokens: int = 0
     admitted_s: float | None = None
     cancelled: bool = False
@@ -64,6 +67,12 @@ class Live:
     def usage(self) -> Usage:
         return Usage(self.num_prompt, self.num_output, self.cached_tokens)
 
+    @property
+    def draft_params(self) -> SamplingParams:
+        """Without the grammar: a drafter cannot follow it, and its text is long."""
+        params = self.request.params
+        return params if params.grammar is None else replace(params, grammar=None)
+
     def append(self, token_id: int) -> None:
         self.token_ids[self.num_known] = token_id
         self.num_known += 1
@@ -78,7 +87,7 @@ class Live:
             anchor_id=int(self.token_ids[self.num_known - 1]),
             start=self.num_computed,
             block_ids=self.blocks(),
-            params=self.request.params,
+            params=self.draft_params,
             output_index=self.num_output,
             context_ids=self.token_ids[: self.num_known] if with_tokens else None,
         )
@@ -97,6 +106,10 @@ class Live:
             raise InternalFault(f"{name}: {self.num_computed} rows in {self.num_blocks} blocks of {block_size}")
         if self.num_known < self.num_prompt:
             raise InternalFault(f"{name}: part of the prompt is missing")
+
+
+def rank_of(live: Live) -> tuple[float, int]:
+    return live.rank
 
 
 def new_live(request: Request, *, now: float, deadline_s: float, block_size: int) -> Live:

@@ -1,8 +1,9 @@
 """Decides who holds KV blocks and what known tokens each computes this step: admission, chunked prefill, preemption.
 
-Must not know drafts, except that what it leaves free may be used for them. Policy: first come, first served. Every resident is
-older than everyone waiting; when blocks run out the youngest resident loses its own and goes to the front of the queue, so the
-oldest always advances and nothing waits for ever.
+Must not know drafts, except that what it leaves free may be used for them. Policy: by rank (scheduler/live.py), which is first
+come, first served among equal priorities. Places are given in that order, and a place is kept until the request ends; only when
+blocks run out the resident of the last rank loses its own and waits again. So the first in rank always advances, and since ranks
+of later arrivals grow without end, nothing waits for ever.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from scheduler.config import SchedulerConfig
 from scheduler.errors import InternalFault
-from scheduler.live import Live
+from scheduler.live import Live, rank_of
 from scheduler.tables import BlockTables
 from scheduler.waiting import WaitingQueue
 
@@ -36,10 +37,11 @@ class Residency:
     def __init__(self, config: SchedulerConfig, tables: BlockTables) -> None:
         self.tables = tables
         self.live: dict[str, Live] = {}
-        self.waiting = WaitingQueue(config.max_waiting)
+        self.waiting = WaitingQueue(config.max_waiting, config.max_wait_s)
         self._config = config
         self._slots = list(range(config.max_live - 1, -1, -1))
         self._next_deadline_s = math.inf
+        self._num_arrived = 0
         # The head found no room with this many blocks available; until there are more, asking again is a waste.
         self._blocked: tuple[str, int] | None = None
 
@@ -52,6 +54,8 @@ class Residency:
     def add(self, live: Live, now: float) -> None:
         """Raises Overloaded."""
         self.waiting.check_room(now, num_places=self._config.max_live - len(self.live))
+        self._num_arrived += 1
+        live.rank = (live.arrival_s - live.request.priority * self._config.priority_aging_s, self._num_arrived)
         self.waiting.push(live, now)
         self._next_deadline_s = min(self._next_deadline_s, live.deadline_s)
 
@@ -86,12 +90,12 @@ class Residency:
         return min(backlog, self._config.prefill_chunk)
 
     def schedule(self, now: float, budget: int) -> Schedule:
-        """Everyone's known tokens for this step, oldest first, each with its blocks. budget: prompt tokens at most."""
+        """Everyone's known tokens for this step, in the order of ranks, each with its blocks. budget: most prompt tokens."""
         num_preempted = 0
         chunks: list[Chunk] = []
-        for live in list(self.live.values()):
+        for live in sorted(self.live.values(), key=rank_of):
             if live.request.request_id not in self.live:
-                break  # it was preempted below, and so were all younger ones
+                break  # it was preempted below, and so were all after it
             num_tokens = 1 if live.lag == 1 else min(live.lag, budget)
             if num_tokens == 0:
                 continue
@@ -103,9 +107,9 @@ class Residency:
         return Schedule(chunks, admitted, num_preempted)
 
     def evict_all(self) -> None:
-        """Every resident loses its rows and waits, oldest first, to be recomputed."""
+        """Every resident loses its rows and waits to be recomputed."""
         while self.live:
-            self._preempt_youngest()
+            self._preempt_last()
 
     def check_integrity(self) -> None:
         """Raises InternalFault where blocks or slots do not add up, or someone waiting still holds either."""
@@ -127,17 +131,18 @@ class Residency:
         return former
 
     def _make_room(self, live: Live, num_rows: int) -> int:
-        """Gives `live` its blocks, preempting as many of the youngest as that takes, at worst itself; returns how many."""
+        """Gives `live` its blocks, preempting as many of the last in rank as that takes, at worst itself; returns how many."""
         num_preempted = 0
         while live.request.request_id in self.live and not self.tables.grow(live, num_rows):
-            self._preempt_youngest()
+            self._preempt_last()
             num_preempted += 1
         return num_preempted
 
-    def _preempt_youngest(self) -> None:
-        _, victim = self.live.popitem()
+    def _preempt_last(self) -> None:
+        victim = max(self.live.values(), key=rank_of)
+        del self.live[victim.request.request_id]
         self._vacate(victim)
-        self.waiting.push_front(victim)
+        self.waiting.put_back(victim)
 
     def _vacate(self, live: Live) -> None:
         self.tables.release(live)

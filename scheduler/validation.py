@@ -11,6 +11,7 @@ from scheduler.wire import Request, SamplingParams
 _INT64 = 2**63
 _MOST_LOGPROBS = 20
 _MOST_BIAS = 100
+_MOST_PRIORITY = 100
 _PENALTIES = (("presence_penalty", -2, 2), ("frequency_penalty", -2, 2), ("repetition_penalty", 0.01, 100))
 
 
@@ -26,6 +27,8 @@ def check_request(request: Request, vocab_size: int) -> None:
         raise BadParams(f"the prompt has token {bad}, and the vocabulary is 0 to {vocab_size - 1}", "prompt")
     if request.timeout_s is not None and not 0 < request.timeout_s < math.inf:
         raise BadParams(f"timeout_s must be a positive number of seconds, not {request.timeout_s}", "timeout_s")
+    if not -_MOST_PRIORITY <= request.priority <= _MOST_PRIORITY:
+        raise BadParams(f"priority must be from -100 to 100, not {request.priority}", "priority")
     _check_params(request.params, vocab_size)
 
 

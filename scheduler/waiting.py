@@ -1,15 +1,16 @@
-"""Who is waiting for a place: first come, first served, with a limit. Must not know blocks or steps.
+"""Who is waiting for a place, in the order of `Live.rank`, with a limit. Must not know blocks or steps.
 
-Requests that lost their place come back to the front; they were accepted once and are never refused.
+Requests that lost their place come back with the rank they had; they were accepted once and are never refused.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Iterator
 
 from scheduler.errors import Overloaded
-from scheduler.live import Live
+from scheduler.live import Live, rank_of
 
 _WINDOW = 32
 _SHORTEST_WAIT_S = 0.5
@@ -17,9 +18,13 @@ _LONGEST_WAIT_S = 60.0
 
 
 class WaitingQueue:
-    def __init__(self, limit: int) -> None:
+    """max_wait_s: how long a request may wait for its first place; 0 is for ever."""
+
+    def __init__(self, limit: int, max_wait_s: float = 0.0) -> None:
         self._limit = limit
-        self._queue: OrderedDict[str, Live] = OrderedDict()
+        self._max_wait_s = max_wait_s
+        self._queue: list[Live] = []
+        self._by_id: dict[str, Live] = {}
         self._departures: deque[float] = deque(maxlen=_WINDOW)
         self._busy_since_s = 0.0
         self._num_refused = 0
@@ -28,14 +33,18 @@ class WaitingQueue:
         return len(self._queue)
 
     def __iter__(self) -> Iterator[Live]:
-        return iter(self._queue.values())
+        return iter(self._queue)
 
     def get(self, request_id: str) -> Live | None:
-        return self._queue.get(request_id)
+        return self._by_id.get(request_id)
 
     @property
     def head(self) -> Live | None:
-        return next(iter(self._queue.values()), None)
+        return self._queue[0] if self._queue else None
+
+    def num_before(self, live: Live) -> int:
+        """How many of those waiting come before `live`."""
+        return bisect_left(self._queue, live.rank, key=rank_of)
 
     def check_room(self, now: float, *, num_places: int) -> None:
         """Raises Overloaded when the queue is full; `num_places` of those waiting are about to be served anyway."""
@@ -53,20 +62,31 @@ class WaitingQueue:
             self._busy_since_s = now
             self._departures.clear()
             self._num_refused = 0
-        self._queue[live.request.request_id] = live
+        self.put_back(live)
 
-    def push_front(self, live: Live) -> None:
-        self._queue[live.request.request_id] = live
-        self._queue.move_to_end(live.request.request_id, last=False)
+    def put_back(self, live: Live) -> None:
+        """It had a place and lost it."""
+        insort(self._queue, live, key=rank_of)
+        self._by_id[live.request.request_id] = live
 
     def pop(self, now: float) -> Live:
-        _, live = self._queue.popitem(last=False)
+        live = self._queue.pop(0)
+        del self._by_id[live.request.request_id]
         self._departures.append(now)
         self._num_refused = max(0, self._num_refused - 1)
         return live
 
     def remove(self, request_id: str) -> Live | None:
-        return self._queue.pop(request_id, None)
+        live = self._by_id.pop(request_id, None)
+        if live is not None:
+            del self._queue[self.num_before(live)]
+        return live
+
+    def overdue(self, now: float) -> list[Live]:
+        """Those who have waited for a first place as long as one may."""
+        if not self._max_wait_s:
+            return []
+        return [r for r in self._queue if r.admitted_s is None and now - r.arrival_s >= self._max_wait_s]
 
     def _retry_after_s(self, now: float) -> float:
         """When this one's turn may come: the n-th client refused waits for n departures at the pace of late."""

@@ -119,6 +119,10 @@ class Engine:
     async def cancel(self, request_id: str) -> None:
         await self.actor.cancel(request_id)
 
+    async def queue_position(self, request_id: str) -> int | None:
+        """0: it runs; n: the n-th of those waiting; None: there is no such request."""
+        return await self.actor.queue_position(request_id)
+
     async def subscribe(self, subscriber: str) -> AsyncGenerator[list[Delta], None]:
         async with contextlib.aclosing(self.actor.subscribe(subscriber)) as stream:
             yield []

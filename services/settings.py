@@ -77,6 +77,8 @@ class SchedulerSettings(_Section):
     prefill_chunk: int = Field(default=256, ge=1)
     longest_step_s: float = Field(default=0.0, ge=0)
     prefix_cache: bool = True
+    priority_aging_s: float = Field(default=30.0, ge=0, le=1e6)
+    max_wait_s: float = Field(default=0.0, ge=0)
     default_timeout_s: float = Field(default=600.0, ge=0)
     check_integrity: bool = False
     worker_timeout_s: float = Field(default=120.0, ge=1)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from drafter.calibration import Calibration, logits_of
 from drafter.rounds import Round
 from scheduler.ports import Drafter, Features, Verifier
-from scheduler.wire import Draft, DraftAsk, DrafterInfo, Extension, Plan, Verdict, VerifierInfo
+from scheduler.wire import Draft, DraftAsk, DrafterInfo, Extension, Grammar, Plan, Verdict, VerifierInfo
 
 
 class Recorder:
@@ -86,6 +86,9 @@ class RecordedVerifier:
         verdicts, features = await self._inner.verify(plan)
         self._recorder.verified(plan, verdicts)
         return verdicts, features
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        await self._inner.check_grammar(grammar)
 
     async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
         return await self._inner.measure(num_tokens, context_lens)

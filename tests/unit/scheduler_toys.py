@@ -327,8 +327,9 @@ class Bench:
         self.deltas: dict[str, list[Delta]] = {}
         self.features: list[Committed] = []
 
-    def add(self, name: str, prompt: Sequence[int], **params: object) -> None:
-        self.core.add(Request(name, tuple(prompt), SamplingParams(temperature=0.0, **params)), self.now)  # type: ignore[arg-type]
+    def add(self, name: str, prompt: Sequence[int], *, priority: int = 0, **params: object) -> None:
+        sampling = SamplingParams(temperature=0.0, **params)  # type: ignore[arg-type]
+        self.core.add(Request(name, tuple(prompt), sampling, priority=priority), self.now)
 
     def cancel(self, name: str) -> None:
         if (delta := self.core.cancel(name)) is not None:
