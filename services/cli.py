@@ -1,5 +1,6 @@
-"""The command line: `dspark serve | generate | measure | bench | simulate | calibrate | evaluate`. Parses flags into settings;
-errors are one line.
+"""The command line: `dspark serve | generate | measure | bench | simulate | prepare | train | calibrate | evaluate`.
+
+Parses flags into settings; errors are one line.
 
 Exit status 2: wrong usage or settings. 1: something failed while running.
 """
@@ -19,6 +20,7 @@ from services.launch import StartFailed, fail, serve_in_process, serve_with_ray
 from services.settings import Settings, load_settings
 from services.simulate import add_simulate
 from services.threads import SPIN_COUNT
+from services.train_commands import add_prepare, add_train
 
 # Flag -> key of the settings tree. Everything else is reached by --set.
 SETTING_FLAGS = {
@@ -65,7 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dspark", description="Serving with DSpark speculative decoding.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for add in (_add_serve, _add_generate, _add_measure, _add_bench, add_simulate, _add_calibrate, _add_evaluate):
+    for add in (
+        _add_serve,
+        _add_generate,
+        _add_measure,
+        _add_bench,
+        add_simulate,
+        _add_calibrate,
+        _add_evaluate,
+        _add_training,
+    ):
         add(commands)
     return parser
 
@@ -109,6 +120,13 @@ def _add_bench(commands: Any) -> None:
     text = "Every planner at every load, kind of text and temperature; the paper's pictures."
     sweep = _command(bench.add_subparsers(metavar="sweep"), "sweep", text, _sweep, SETTING_FLAGS)
     add_flags(sweep, SWEEP)
+
+
+def _add_training(commands: Any) -> None:
+    text = "Let the target answer prompts: the data that drafters are trained on."
+    add_prepare(commands.add_parser("prepare", help=text, description=text))
+    text = "Train a drafter on a target's answers; resumes where the run was saved."
+    add_train(commands.add_parser("train", help=text, description=text))
 
 
 def _add_calibrate(commands: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drafter.train.loss import Slots, slot_weights
 from drafter.train.network import Blocks
-from drafter.train.states import States
+from drafter.train.states import Spans, States
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,25 @@ class Batch:
 
 def valid_anchors(states: States) -> Tensor:
     """Answer tokens with a token after them; the last prompt token is no anchor (at serving it never is)."""
-    return torch.cat([torch.arange(start, end - 1) for start, end in states.spans])
+    return _anchors_of(states.spans)
 
 
-def draw_anchors(states: States, limit: int, generator: torch.Generator) -> Tensor:
+def draw_anchors(spans: Spans, limit: int, generator: torch.Generator) -> Tensor:
     """Up to `limit` anchors, uniform without replacement, ascending."""
-    anchors = valid_anchors(states)
+    anchors = _anchors_of(spans)
     if len(anchors) <= limit:
         return anchors
     return anchors[torch.randperm(len(anchors), generator=generator)[:limit].sort().values]
+
+
+def answer_ends(spans: Spans, anchors: Tensor) -> Tensor:
+    """[A] end of the answer that each anchor is a token of."""
+    ends = torch.tensor([end for _, end in spans])
+    return ends[torch.searchsorted(ends, anchors, right=True)]
+
+
+def _anchors_of(spans: Spans) -> Tensor:
+    return torch.cat([torch.arange(start, max(start, end - 1)) for start, end in spans])
 
 
 def build_batch(parts: Sequence[tuple[States, Tensor, int]], decay: float) -> Batch:
@@ -68,7 +78,7 @@ def build_batch(parts: Sequence[tuple[States, Tensor, int]], decay: float) -> Ba
         # rows after the last anchor are never seen
         blocks.append(Blocks(states.features[: int(anchors.max())], anchors, ids, length))
         targets = anchors.unsqueeze(1) + torch.arange(1, length + 1)
-        ends = _ends(states, anchors).unsqueeze(1)
+        ends = answer_ends(states.spans, anchors).unsqueeze(1)
         inside = targets < ends
         targets = torch.minimum(targets, ends - 1)
         law_of = torch.zeros(len(ids), dtype=torch.int64)
@@ -84,9 +94,3 @@ def build_batch(parts: Sequence[tuple[States, Tensor, int]], decay: float) -> Ba
 def _rows_of(tensor: Tensor, rows: Tensor) -> Tensor:
     """States may lie on another device than the ids."""
     return tensor.index_select(0, rows.to(tensor.device))
-
-
-def _ends(states: States, anchors: Tensor) -> Tensor:
-    """[A] end of the answer that each anchor is a token of."""
-    ends = torch.tensor([end for _, end in states.spans])
-    return ends[torch.searchsorted(ends, anchors, right=True)]

@@ -66,8 +66,11 @@ class Optimiser:
 
     @torch.no_grad()
     def step(self, factor: float) -> float:
-        """One update with the rates times `factor`; gradients are clipped, used and dropped. Returns their norm."""
+        """One update with the rates times `factor`; gradients are clipped, used and dropped. Returns their norm; when that is
+        no number nothing is changed."""
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm, foreach=True)
+        if not math.isfinite(float(norm)):
+            return float(norm)
         self.num_steps += 1
         self._adamw(self.config.lr * factor)
         self._muon(self.config.muon_lr * factor)

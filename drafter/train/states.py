@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +24,8 @@ from torch import Tensor
 from scheduler.errors import SettingsError
 
 _FORMAT = "dspark-states-1"
+# (first token, end) of each answer in a sequence.
+Spans = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class States:
     meta: dict[str, Any]
 
     @property
-    def spans(self) -> list[tuple[int, int]]:
+    def spans(self) -> Spans:
         return [(start, end) for start, end in self.meta.get("spans", [(self.prompt_len, len(self.ids))])]
 
     @property
@@ -99,8 +101,9 @@ class Shard:
     def __len__(self) -> int:
         return len(self.prompt_lens)
 
-    def answer_len(self, index: int) -> int:
-        return self.offsets[index + 1] - self.offsets[index] - self.prompt_lens[index]
+    def spans(self, index: int) -> Spans:
+        whole = (self.prompt_lens[index], self.offsets[index + 1] - self.offsets[index])
+        return [(start, end) for start, end in self.meta[index].get("spans", [whole])]
 
     def ids(self, index: int) -> Tensor:
         return self._rows("ids", index)
@@ -119,6 +122,38 @@ class Shard:
         return self._file.get_slice(name)[self.offsets[index] : self.offsets[index + 1]]
 
 
+class StatesSource(Protocol):
+    """Where training gets its sequences: states kept on disk, or computed when they are asked for."""
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        ...
+
+    @property
+    def feature_size(self) -> int:
+        """m d."""
+        ...
+
+    def refresh(self) -> int:
+        """Number of sequences now known."""
+        ...
+
+    def named(self) -> list[tuple[str, dict[str, Any]]]:
+        """(name, meta) of every sequence known; a name stays valid for ever."""
+        ...
+
+    def spans(self, name: str) -> Spans:
+        """Without reading its states."""
+        ...
+
+    def upcoming(self, names: Sequence[str]) -> None:
+        """These will be read next, in this order."""
+        ...
+
+    def read_named(self, name: str) -> States: ...
+
+
 class StatesFolder:
     """Every shard of a folder. `refresh` picks up shards that a corpus writer has added meanwhile."""
 
@@ -129,6 +164,20 @@ class StatesFolder:
         self.refresh()
         if not self.shards:
             raise SettingsError(f"{folder} holds no target states (states-*.safetensors); run prepare first")
+
+    @property
+    def where(self) -> str:
+        return str(self.folder)
+
+    @property
+    def feature_size(self) -> int:
+        sizes = {shard.feature_size for shard in self.shards}
+        if len(sizes) > 1:
+            raise SettingsError(f"{self.folder} holds states of different layers (widths {sorted(sizes)})")
+        return int(sizes.pop())
+
+    def upcoming(self, names: Sequence[str]) -> None:
+        """They are on disk."""
 
     def refresh(self) -> int:
         """Number of sequences now known."""
@@ -143,12 +192,20 @@ class StatesFolder:
         return [(f"{shard.path.name}:{i}", meta) for shard in self.shards for i, meta in enumerate(shard.meta)]
 
     def read_named(self, name: str) -> States:
+        shard, index = self._place(name)
+        return shard.read(index)
+
+    def spans(self, name: str) -> Spans:
+        shard, index = self._place(name)
+        return shard.spans(index)
+
+    def _place(self, name: str) -> tuple[Shard, int]:
         file, _, index = name.rpartition(":")
         if file not in self._by_name:
             self.refresh()
         if file not in self._by_name:
             raise SettingsError(f"{self.folder} no longer holds {file}, which this run was training on")
-        return self._by_name[file].read(int(index))
+        return self._by_name[file], int(index)
 
 
 def shard_path(folder: Path, part: int, number: int) -> Path:

@@ -6,11 +6,12 @@ Must not know prompts or drafters.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from drafter.train.conversations import Messages, Template
 from scheduler.errors import SettingsError
 from verifier.architecture import read_architecture
 from verifier.model import Decoder
@@ -22,18 +23,22 @@ def load_decoder(folder: Path, dtype: torch.dtype, device: torch.device, *, max_
     return Decoder(arch, load_target(folder, arch, dtype, device), max_len=max_len, dtype=dtype, device=device)
 
 
-def chat_encoder(folder: Path) -> Callable[[str], tuple[int, ...]]:
-    """One user turn -> prompt ids, by the template that serving uses, with the generation prompt."""
+def chat_template(folder: Path) -> Template:
+    """The folder's own template, which serving uses too: messages -> prompt ids with the generation prompt."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not tokenizer.chat_template:
+        raise SettingsError(f"target: {folder} has no chat template; prompts cannot be asked as they would be served")
 
-    def encode(text: str) -> tuple[int, ...]:
-        messages = [{"role": "user", "content": text}]
-        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    def encode(messages: Messages) -> tuple[int, ...]:
+        rendered = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         return tuple(tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
-    return encode
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    return Template(encode, decode, str(tokenizer.chat_template))
 
 
 def stop_ids(folder: Path) -> tuple[int, ...]:

@@ -194,7 +194,7 @@ def test_prompts_read_from_files_name_the_bad_line(tmp_path: Path) -> None:
         '{"turns": ["one", "two"], "domain": "math"}\n{"conversations": [{"role": "user", "content": "hi"}]}\n{"text": "x"}\n'
     )
     source = jsonl_prompts(path)
-    assert list(islice(source, 2)) == [Prompt("one", "math"), Prompt("hi", "chat")]
+    assert list(islice(source, 2)) == [Prompt("one", "math", ("two",)), Prompt("hi", "chat")]
     with pytest.raises(SettingsError, match=r"prompts\.jsonl:3 has neither"):
         next(source)
 

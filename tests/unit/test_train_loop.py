@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from drafter.checkpoint import load_checkpoint, read_drafter
-from drafter.train.__main__ import main
 from drafter.train.designs import KINDS, published_loss
-from drafter.train.loop import DataOrder, LoopConfig, Training, held_out
+from drafter.train.loop import LoopConfig, Training
 from drafter.train.measure import replay_greedy
 from drafter.train.optimiser import OptimiserConfig
+from drafter.train.order import DataOrder, held_out
 from drafter.train.recipe import DrafterShape, RunConfig, export, start_training, train
 from drafter.train.states import StatesFolder
 from scheduler.errors import SettingsError
+from services.cli import main
 
 SHAPE = DrafterShape(target_layer_ids=(0, 1), mask_token_id=0, block_size=4, markov_rank=8, draft_vocab_size=60)
 LOOP = LoopConfig(
@@ -59,8 +60,21 @@ def states(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"turns": [" ".join(f"w{(7 * i + j * j) % 60 + 4}" for j in range(4))], "domain": "math"} for i in range(40)
     ]
     prompts.write_text("\n".join(json.dumps(row) for row in rows))
-    arguments = ["prepare", "--target", str(target), "--states", str(folder), "--layers", "0,1", "--threads", "1"]
-    arguments += ["--prompts", str(prompts), "builtin", "--count", "60", "--max-tokens", "24", "--rows", "8"]
+    arguments = ["prepare", "--target", str(target), "--data", str(folder), "--threads", "1"]
+    arguments += [
+        "--keep-states",
+        "--layers",
+        "0,1",
+        "--prompts",
+        str(prompts),
+        "builtin",
+        "--count",
+        "60",
+        "--max-tokens",
+        "24",
+        "--rows",
+        "8",
+    ]
     assert main(arguments) == 0
     return folder
 
@@ -123,7 +137,8 @@ def test_held_out_prompts_are_never_trained_on(config: RunConfig) -> None:
     folder = StatesFolder(config.states)
     every = LOOP.held_out_every
     order = DataOrder(folder, every, torch.Generator().manual_seed(0))
-    trained = [order.next().meta for _ in range(200)]
+    known = dict(folder.named())
+    trained = [known[order.next()] for _ in range(200)]
     kept = [s.meta for s in order.held_out_sequences(100)]
     assert kept and all(held_out(meta, every) for meta in kept) and not any(held_out(meta, every) for meta in trained)
     assert order.epoch >= 1 and {m["prompt_id"] for m in trained} == {
@@ -167,7 +182,8 @@ def test_a_drafter_over_the_whole_vocabulary_trains_too(config: RunConfig) -> No
 
 
 def test_prepared_answers_are_not_written_twice(states: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["prepare", "--target", str(target), "--states", str(states), "--layers", "0,1", "--threads", "1"]
+    arguments = ["prepare", "--target", str(target), "--data", str(states), "--threads", "1"]
+    arguments += ["--keep-states", "--layers", "0,1"]
     files = sorted(states.iterdir())
     prompts = [str(states / "prompts.jsonl"), "builtin"]
     assert main([*arguments, "--prompts", *prompts, "--count", "60", "--max-tokens", "24"]) == 0
@@ -184,17 +200,15 @@ def test_greedy_rounds_are_replayed_from_anchor_to_anchor(accepted: list[int], t
 
 @pytest.fixture
 def run_arguments(target: Path, states: Path, tmp_path: Path) -> Iterator[list[str]]:
-    arguments = ["--target", str(target), "--states", str(states), "--layers", "0,1", "--threads", "1"]
+    arguments = ["--target", str(target), "--data", str(states), "--layers", "0,1", "--threads", "1"]
     yield [*arguments, "--run", str(tmp_path / "run"), "--mask-token-id", "0", "--markov-rank", "4"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_run_and_export_work_from_the_command_line(kind: str, run_arguments: list[str], tmp_path: Path) -> None:
     run_arguments += ["--kind", kind]
-    run = ["run", *run_arguments, "--steps", "2", "--positions-per-step", "100", "--draft-vocabulary", "30"]
-    assert main(run) == 0
-    exported = ["export", *run_arguments, "--draft-vocabulary", "30", "--out", str(tmp_path / "out")]
-    assert main(exported) == 0
+    run = ["train", *run_arguments, "--steps", "2", "--positions-per-step", "100", "--draft-vocabulary", "30"]
+    assert main([*run, "--out", str(tmp_path / "out")]) == 0
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
     arch = read_drafter(tmp_path / "out")
     assert (arch.kind.removesuffix("-vanilla"), arch.block_size) == (kind, 1 if kind == "mtp" else 7)
@@ -203,7 +217,7 @@ def test_run_and_export_work_from_the_command_line(kind: str, run_arguments: lis
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (["--states", "/nonexistent"], "holds no target states"),
+        (["--data", "/nonexistent"], "holds no target states and no answers"),
         (["--layers", "1,0"], "strictly increasing"),
         (["--layers", "0"], "target_layer_ids need"),
         (["--mask-token-id", "64"], "mask_token_id must be a whole number"),
@@ -212,13 +226,13 @@ def test_run_and_export_work_from_the_command_line(kind: str, run_arguments: lis
 def test_bad_input_gives_one_line(
     run_arguments: list[str], changed: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", *run_arguments, *changed, "--steps", "1"]) == 2
+    assert main(["train", *run_arguments, *changed, "--steps", "1"]) == 2
     lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0]
+    assert len(lines) == 1 and lines[0].startswith("dspark: ") and message in lines[0]
 
 
 def test_exporting_an_untrained_run_is_refused(
     run_arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", *run_arguments, "--out", str(tmp_path / "out")]) == 2
+    assert main(["train", *run_arguments, "--steps", "0", "--out", str(tmp_path / "out")]) == 2
     assert "train first" in capsys.readouterr().err

@@ -175,7 +175,7 @@ def test_slots_predict_the_tokens_after_their_anchor(states_folder: Path) -> Non
 
 def test_anchors_are_answer_tokens_with_a_successor(states_folder: Path) -> None:
     for states in sequences(states_folder):
-        drawn = draw_anchors(states, 4, torch.Generator().manual_seed(0))
+        drawn = draw_anchors(states.spans, 4, torch.Generator().manual_seed(0))
         assert len(drawn) == min(4, states.answer_len - 1)
         assert bool((drawn >= states.prompt_len).all() and (drawn < len(states.ids) - 1).all())
         assert bool((drawn[1:] > drawn[:-1]).all())
