@@ -151,7 +151,7 @@ def quoted(text: str) -> str:
 
 
 # Bounded, so that a model cannot fill its answer with line breaks.
-WHITESPACE = r"[ \t\r\n]{1,64}"
+WHITESPACE = r"[ \t\r\n]{1,20}"
 GUIDANCE = "x-guidance"
 
 
