@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import uvicorn
 from fastapi import FastAPI
 
-from services.engine import Engine
+from services.engine import Engine, Launch
 from services.gateway.app import create_app
 from services.settings import Settings, load_settings
 from services.workers import launch_colocated
@@ -46,8 +46,8 @@ class RunningServer:
     engine: Engine
     app: FastAPI
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, launch: Launch = launch_colocated) -> None:
+        self._settings, self._launch = settings, launch
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._socket = socket.socket()
@@ -101,7 +101,7 @@ class RunningServer:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.engine = Engine(self._settings, launch_colocated)
+        self.engine = Engine(self._settings, self._launch)
         try:
             await self.engine.start()
             self.app = create_app(self.engine, self._settings.gateway_config())
