@@ -12,6 +12,7 @@ from services.gateway.completion_request import TokenId
 from services.gateway.loaded_model import LoadedModel, in_thread_if_long
 from services.gateway.messages import Message
 from services.gateway.parsing import parse_object, validated
+from services.gateway.tools import MAX_TOOLS, Tool
 
 
 class TokenizeRequest(BaseModel):
@@ -22,6 +23,7 @@ class TokenizeRequest(BaseModel):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -58,8 +60,8 @@ async def tokenize(asked: TokenizeRequest, model: LoadedModel) -> dict[str, Any]
 
 async def _ids(asked: TokenizeRequest, model: LoadedModel) -> list[int]:
     if asked.messages is not None:
-        fields = {"model": "", "messages": asked.messages, "chat_template_kwargs": asked.chat_template_kwargs}
-        return await model.prompt_ids(validated(ChatRequest, fields))
+        fields = asked.model_dump(include={"messages", "tools", "chat_template_kwargs"}, exclude_unset=True)
+        return await model.prompt_ids(validated(ChatRequest, {"model": "", **fields}))
     text = asked.prompt or ""
     add_special = asked.add_special_tokens is not False
     ids: list[int] = await in_thread_if_long(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from scheduler.errors import SettingsError
 from services.access import AccessLogSettings, AuthSettings, LimitSettings, auth_config, check_exposure
+from services.cli import main
 from services.gateway.access_log import AccessLogConfig, LineWriter
 from services.gateway.auth import OPEN_PATHS, ApiKey, AuthConfig, digest_of
 from services.gateway.limits import WINDOW_S, Limiter, Limits, Refusal
@@ -335,6 +336,13 @@ def test_a_public_address_without_keys_is_refused_with_what_to_do(host):
         check_exposure(
             host, AuthConfig((ApiKey("prom", digest_of(PROM), scopes=frozenset({"metrics"})),)), allowed=False
         )
+
+
+@pytest.mark.parametrize("ray", [[], ["--no-ray"]], ids=["on Ray", "without Ray"])
+def test_the_command_refuses_a_public_address_before_anything_starts(ray, capsys):
+    assert main(["serve", *ray, "--set", "gateway.host=0.0.0.0"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("dspark: gateway.host: 0.0.0.0 can be reached")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "localhost", "::1"])

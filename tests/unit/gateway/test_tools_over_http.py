@@ -5,10 +5,13 @@ The engine is scripted: it answers a text in rounds of every width, so that bloc
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
@@ -205,6 +208,63 @@ async def test_a_template_that_knows_no_tools_gets_them_in_the_system_message(as
     assert "<|im_start|>user\n<tool_response>\nrain\n</tool_response>" in text
     _, requests = await ask("Hi", tools=[WEATHER], tool_choice="none", messages=history[:2])
     assert "# Tools" not in prompt(bench, requests[0])
+
+
+async def test_tokenize_counts_the_tools_too(bench, make_script, body):
+    bench.card = replace(bench.card, max_model_len=4000)
+    async with bench.serve(make_script(bench.rounds("Hi"))) as (client, _):
+        asked = body(tools=[WEATHER])
+        with_tools = (await client.post("/tokenize", json=asked)).json()
+        without = (await client.post("/tokenize", json=body())).json()
+    assert with_tools["count"] > without["count"] + 50
+    assert "# Tools" in bench.tokenizer.decode(with_tools["tokens"])
+
+
+# Values that a field might be given by mistake or by malice.
+junk = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(max_size=8)
+    | st.sampled_from(["auto", "function", "required", "("]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "function", "name", "parameters", "json_schema", "schema", "regex", "choice", "json"]
+            )
+            | st.text(max_size=4),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=10,
+)
+FIELDS = [
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "chat_template_kwargs",
+]
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(FIELDS), junk, min_size=1, max_size=3), min_size=20, max_size=20))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+def test_nonsense_in_any_field_is_an_answer_or_a_named_400(bench, make_script, body, fields):
+    async def ask_all() -> None:
+        async with bench.serve(make_script(bench.rounds("Hi"))) as (client, _):
+            for each in fields:
+                response = await client.post(CHAT, content=json.dumps(body(**each)))
+                assert response.status_code in (200, 400), (each, response.text)
+                assert response.status_code == 200 or response.json()["error"]["param"], (each, response.text)
+
+    asyncio.run(ask_all())
 
 
 @pytest.mark.parametrize("width", [1, 4, 50])
