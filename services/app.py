@@ -57,6 +57,9 @@ class PrefixScheduler:
         async for deltas in self._engine.subscribe(subscriber):
             yield deltas
 
+    async def queue_position(self, request_id: str) -> int | None:
+        return await self._engine.queue_position(request_id)
+
     async def snapshot(self) -> SchedulerStats:
         return await self._engine.snapshot()
 

@@ -59,6 +59,9 @@ class RemoteScheduler:
     async def cancel(self, request_id: str) -> None:
         await self._call("cancel", request_id)
 
+    async def queue_position(self, request_id: str) -> int | None:
+        return await self._call("queue_position", request_id)
+
     async def snapshot(self) -> SchedulerStats:
         return await self._call("snapshot")
 

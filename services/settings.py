@@ -169,7 +169,6 @@ class GatewaySettings(_Section):
     served_names: tuple[str, ...] = ()
     max_choices: int = Field(default=64, ge=1)
     max_timeout_s: float = Field(default=3600.0, ge=0)
-    max_wait_s: float = Field(default=0.0, ge=0)
     tool_format: Literal["auto", "hermes", "llama3_json"] = "auto"
     reasoning: Literal["auto", "think", "off"] = "auto"
     auth: AuthSettings = AuthSettings()

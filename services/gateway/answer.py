@@ -15,7 +15,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from scheduler.errors import Cancelled, InternalFault, Overloaded, ServingError
+from scheduler.errors import Cancelled, InternalFault, ServingError
 from scheduler.wire import Delta
 from services.gateway.choice import Choice, Piece
 from services.gateway.config import GatewayConfig
@@ -41,7 +41,6 @@ class AnswerResponse(Response):
         super().__init__()
         self._job, self._client, self._config, self._metrics = job, client, config, metrics
         self._choices = job.choices()
-        self._first_token_by_s = time.monotonic() + config.max_wait_s if config.max_wait_s else None
         self._sent_headers = False
 
     @property
@@ -108,13 +107,20 @@ class AnswerResponse(Response):
         opening = b"".join(output.opening(choice.index) for choice in self._choices)
         while True:
             events = opening + b"".join(self._events(choice, pieces) for choice, pieces in taken)
-            if events or not taken:
-                await _send_body(send, events or KEEP_ALIVE)
+            if not taken:
+                events += await self._keep_alive()
+            if events:
+                await _send_body(send, events)
             if self._ended:
                 break
             opening = b""
             taken = await self._take(live, self._config.keepalive_s)
         await _send_body(send, await self._ending(live), more=False)
+
+    async def _keep_alive(self) -> bytes:
+        """A comment; before the first token it says where in the queue the request is."""
+        place = None if self._num_tokens else await self._client.queue_position(self._job.requests[0].request_id)
+        return f": keep-alive, place {place} in the queue\n\n".encode() if place else KEEP_ALIVE
 
     def _events(self, choice: Choice, pieces: Sequence[Piece]) -> bytes:
         output = self._job.output
@@ -129,14 +135,9 @@ class AnswerResponse(Response):
 
     async def _take(self, live: LiveChoices, timeout_s: float | None) -> list[tuple[Choice, list[Piece]]]:
         """The pieces of every choice that got some; choices that ended are told so, once, and heard no more. Empty after
-        `timeout_s`. Raises Overloaded when nothing has come within `max_wait_s`."""
-        waiting_s = self._waiting_s()
-        limits = [limit for limit in (timeout_s, waiting_s) if limit is not None]
-        taken = await live.take(min(limits, default=None))
-        if not taken and self._waiting_s() == 0.0:
-            raise Overloaded(f"no token within the {self._config.max_wait_s:g} s a request may wait; try again later")
+        `timeout_s`."""
         fresh = []
-        for index, deltas in taken:
+        for index, deltas in await live.take(timeout_s):
             choice = self._choices[index]
             if choice.finish_reason is None:
                 fresh.append((choice, self._push(choice, deltas)))
@@ -145,12 +146,6 @@ class AnswerResponse(Response):
             else:
                 choice.usage = next((delta.usage for delta in deltas if delta.usage is not None), choice.usage)
         return fresh
-
-    def _waiting_s(self) -> float | None:
-        """How long the first token may still take; None when it has come or may take any time."""
-        if self._first_token_by_s is None or self._choices[0].first_s:
-            return None
-        return max(0.0, self._first_token_by_s - time.monotonic())
 
     def _push(self, choice: Choice, deltas: Sequence[Delta]) -> list[Piece]:
         pieces = []

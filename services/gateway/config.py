@@ -25,7 +25,6 @@ class GatewayConfig:
     reasoning: whether answers may begin with a thought between <think> and </think>: `think`, `off`, or `auto`: as its chat
         template and tokenizer say.
     auth: the API keys. anonymous_limits: of all requests together where no key is needed. access_log: where it goes.
-    max_wait_s: a request without its first token by then is given up with 429; 0 waits until its deadline.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
@@ -38,7 +37,6 @@ class GatewayConfig:
     served_names: tuple[str, ...] = ()
     max_choices: int = 64
     max_timeout_s: float = 3600.0
-    max_wait_s: float = 0.0
     tool_format: str = "auto"
     reasoning: str = "auto"
     auth: AuthConfig = NO_KEYS

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from scheduler.errors import SchedulerLost
+from scheduler.errors import SchedulerLost, ServingError
 from scheduler.stats import SchedulerStats
 from scheduler.wire import Request
 from services.gateway.config import GatewayConfig
@@ -43,6 +43,13 @@ class EngineClient:
 
     async def check_health(self) -> None:
         await self._bounded(self._scheduler.check_health())
+
+    async def queue_position(self, request_id: str) -> int | None:
+        """0: it runs; n: the n-th of those waiting; None: nobody knows."""
+        try:
+            return await self._bounded(self._scheduler.queue_position(request_id))
+        except ServingError:
+            return None
 
     async def stop(self) -> None:
         """Waits for cancels under way, then closes the subscriptions, which cancels whatever still runs."""

@@ -120,6 +120,7 @@ class ScriptedScheduler:
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     num_subscriptions: int = 0
     healthy: bool = True
+    places: dict[str, int] = field(default_factory=dict)
 
     async def card(self) -> ModelCard:
         if not self.ready:
@@ -187,6 +188,9 @@ class ScriptedScheduler:
             task.cancel()
         for queue in self.queues.values():
             queue.put_nowait(None)
+
+    async def queue_position(self, request_id: str) -> int | None:
+        return self.places.get(request_id.partition("-")[0])
 
     async def snapshot(self) -> SchedulerStats:
         if not self.ready:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 
 import pytest
 
+from scheduler.errors import Overloaded
 from scheduler.wire import FinishReason
 from services.bench.prompts import BUILT_IN
 from services.gateway.config import GatewayConfig
@@ -124,22 +124,22 @@ async def test_deadlines_are_capped_by_the_deployment_and_priorities_passed_on(b
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_waits_too_long_for_its_first_token_is_a_429_and_cancelled(
-    bench, make_script, body, stream
-):
-    config = GatewayConfig(max_wait_s=0.1)
-    async with bench.serve(make_script(bench.rounds("Hi"), step_s=30), config) as (client, scheduler):
+async def test_a_request_that_waited_too_long_for_a_place_is_a_429(bench, make_script, body, stream):
+    script = make_script(failure=Overloaded("the request waited 3 s for a place, with 4 before it"), late=True)
+    async with bench.serve(script) as (client, _):
         response = await client.post(CHAT, json=body(stream=stream))
-        await asyncio.sleep(0.01)
-        assert sum(scheduler.cancels.values()) == 1
     check_error(response.json())
-    assert response.status_code == 429 and response.headers["retry-after"] and "0.1 s" in response.text
+    assert response.status_code == 429 and response.headers["retry-after"] == "1" and "4 before it" in response.text
 
 
-async def test_a_request_that_has_its_first_token_may_take_its_time(bench, make_script, body):
-    config = GatewayConfig(max_wait_s=0.15)
-    async with bench.serve(make_script(bench.rounds("Hello there you"), step_s=0.08), config) as (client, _):
-        assert (await client.post(CHAT, json=body())).status_code == 200
+async def test_a_stream_that_waits_says_its_place_in_the_queue_until_it_has_one(bench, make_script, body, events):
+    config = GatewayConfig(keepalive_s=0.03)
+    async with bench.serve(make_script(bench.rounds("Hi"), step_s=0.1), config) as (client, scheduler):
+        scheduler.places["chatcmpl"] = 3
+        response = await client.post(CHAT, json=body(stream=True))
+    comments = [part for part in response.text.split("\n\n") if part.startswith(":")]
+    assert comments[0] == ": keep-alive, place 3 in the queue" and comments[-1] == ": keep-alive"
+    assert events(response.text)[-1] == "[DONE]"
 
 
 @pytest.mark.parametrize("kind", list(BUILT_IN))
