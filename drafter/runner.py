@@ -24,6 +24,7 @@ from drafter.checkpoint import FOLDERLESS, Checkpoint, load_checkpoint, resolve_
 from drafter.config import DrafterConfig
 from drafter.heads import build_heads
 from drafter.ngram import NgramRunner
+from drafter.penalties import AskedChanges
 from drafter.propose import Proposal, choose_candidates, propose, propose_chain
 from scheduler.errors import SettingsError
 from scheduler.wire import Draft, DraftAsk, DrafterInfo, FloatArray, IntArray, SamplingParams
@@ -172,10 +173,11 @@ class DraftRunner:
         anchor_ids = torch.tensor([ask.anchor_id for ask in asks], device=self.device)
         first = torch.tensor([ask.output_index for ask in asks], device=self.device)
         output_positions = first.unsqueeze(1) + torch.arange(width, device=self.device)
+        asked = AskedChanges(asks, self.vocabulary, self.device)
         if isinstance(self.backbone, Chain):
             walk = self.backbone.begin(starts, width)
             return propose_chain(
-                step=lambda token_ids: self.lm_head(walk.step(token_ids)),
+                step=lambda token_ids: asked.apply(self.lm_head(walk.step(token_ids))),
                 width=width,
                 vocabulary=self.vocabulary,
                 keep=self.config.candidates,
@@ -190,7 +192,7 @@ class DraftRunner:
         base = self.lm_head(hidden.reshape(len(asks) * width, -1)).view(len(asks), width, -1)
         return propose(
             hidden=hidden,
-            candidates=choose_candidates(base, self.vocabulary, self.config.candidates),
+            candidates=choose_candidates(asked.apply(base), self.vocabulary, self.config.candidates),
             keep=self.config.candidates,
             anchor_ids=anchor_ids,
             markov=self.markov,

@@ -82,14 +82,15 @@ class Live:
         return self.block_table[: self.num_blocks].copy()
 
     def ask(self, *, with_tokens: bool) -> DraftAsk:
+        params = self.draft_params
         return DraftAsk(
             request_id=self.request.request_id,
             anchor_id=int(self.token_ids[self.num_known - 1]),
             start=self.num_computed,
             block_ids=self.blocks(),
-            params=self.draft_params,
+            params=params,
             output_index=self.num_output,
-            context_ids=self.token_ids[: self.num_known] if with_tokens else None,
+            context_ids=self.token_ids[: self.num_known] if with_tokens or params.needs_history else None,
         )
 
     def forget_rows(self) -> None:

@@ -113,7 +113,8 @@ class DraftAsk:
     block_ids: the request's block table, covering at least positions 0..start-1.
     output_index: number of output tokens committed so far; draft k (0-based) would become output token output_index + k,
         which is the position that keys the seeded noise.
-    context_ids: the committed tokens, only for drafters that say so in `DrafterInfo.needs_tokens` (n-gram); else None.
+    context_ids: the committed tokens, for drafters that say so in `DrafterInfo.needs_tokens` (n-gram) and for requests with
+        penalties; else None.
     """
 
     request_id: str

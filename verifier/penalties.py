@@ -71,6 +71,12 @@ def penalise(logits: Tensor, requests: Iterable[Judged]) -> None:
     logits[rows, ids] = values.add_(summand.to(logits.device, logits.dtype))
 
 
+def change_at(params: SamplingParams, history_ids: IntArray | None, num_output: int) -> tuple[Ints, Floats, Floats]:
+    """What happens to the logits of the next token: ids [U], divisors of positive logits (factors of others), summands."""
+    change = _change(Judged(params, 0, _NOTHING, history_ids, num_output))
+    return change.ids, change.divisor, change.summand
+
+
 def _joined(arrays: Sequence[npt.NDArray[np.generic]]) -> Tensor:
     return torch.from_numpy(np.concatenate(arrays))
 

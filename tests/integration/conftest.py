@@ -55,6 +55,7 @@ class RunningEngine:
     actor: SchedulerActor
     verifier: VerifierWorker
     answers: dict[str, Answer] = field(default_factory=dict)
+    _begun: dict[str, asyncio.Event] = field(default_factory=dict)
     _finished: dict[str, asyncio.Event] = field(default_factory=dict)
     _count: int = 0
 
@@ -70,9 +71,14 @@ class RunningEngine:
     async def submit(self, prompt: Sequence[int], params: SamplingParams) -> str:
         self._count += 1
         name = f"r{self._count}"
-        self.answers[name], self._finished[name] = Answer(), asyncio.Event()
+        self.answers[name] = Answer()
+        self._begun[name], self._finished[name] = asyncio.Event(), asyncio.Event()
         await self.actor.submit(Request(name, tuple(prompt), params, subscriber="test"))
         return name
+
+    async def begun(self, name: str) -> None:
+        """Its first delta has come."""
+        await asyncio.wait_for(self._begun[name].wait(), 120)
 
     async def finished(self, name: str) -> Answer:
         await asyncio.wait_for(self._finished[name].wait(), 120)
@@ -87,7 +93,7 @@ class RunningEngine:
         return [await self.finished(name) for name in names]
 
     def forget(self, name: str) -> None:
-        del self.answers[name], self._finished[name]
+        del self.answers[name], self._begun[name], self._finished[name]
 
     async def listen(self) -> None:
         async for deltas in self.actor.subscribe("test"):
@@ -96,6 +102,7 @@ class RunningEngine:
                 assert not answer.deltas or answer.last.finish_reason is None, "nothing comes after the ending"
                 answer.deltas.append(delta)
                 answer.token_ids += delta.token_ids
+                self._begun[delta.request_id].set()
                 if delta.finish_reason is not None:
                     self._finished[delta.request_id].set()
 

