@@ -36,6 +36,9 @@ class DrafterWorker:
     async def describe(self) -> DrafterInfo:
         return self._loaded().describe()
 
+    async def progress(self) -> int:
+        return self._loaded().progress
+
     async def propose(self, asks: Sequence[DraftAsk], width: int, features: Sequence[CommittedFeatures]) -> list[Draft]:
         runner = self._loaded()
         try:

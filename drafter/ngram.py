@@ -50,6 +50,7 @@ class NgramRunner:
 
     def __init__(self, max_width: int = 0) -> None:
         self.width = max_width or DEFAULT_WIDTH
+        self.progress = 0
 
     def describe(self) -> DrafterInfo:
         return DrafterInfo(
@@ -64,6 +65,7 @@ class NgramRunner:
         )
 
     def propose(self, asks: Sequence[DraftAsk], width: int, features: Sequence[CommittedFeatures]) -> list[Draft]:
+        self.progress += 1
         return [Draft(ask.request_id, _drafted(ask, min(width, self.width)), None) for ask in asks]
 
     def measure(self, num_requests: Sequence[int], widths: Sequence[int]) -> list[list[float]]:

@@ -43,7 +43,9 @@ _MEASURE_REPEATS = 5
 
 
 class Runner(Protocol):
-    """What the actor runs in its thread; scheduler.ports.Drafter without the waiting."""
+    """What the actor runs in its thread; scheduler.ports.Drafter without the waiting. `progress` is read by others."""
+
+    progress: int
 
     def describe(self) -> DrafterInfo: ...
 
@@ -77,6 +79,7 @@ class DraftRunner:
                 f"the drafter's cache has {config.num_blocks} blocks; give it as many as the verifier's has"
             )
         self.config = config
+        self.progress = 0
         set_threads(config.num_threads)
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, self.device)
@@ -139,6 +142,7 @@ class DraftRunner:
     def propose(self, asks: Sequence[DraftAsk], width: int, features: Sequence[CommittedFeatures]) -> list[Draft]:
         """Absorbs `features` in order, then drafts min(width, γ) tokens per ask; none for asks beyond its positions."""
         self.backbone.absorb(features)
+        self.progress += 1
         width = min(width, self.width)
         able = [ask for ask in asks if self._can_draft(ask)] if width > 0 else []
         drafted = iter(self._drafts(able, width) if able else ())
@@ -148,6 +152,7 @@ class DraftRunner:
         params = [ask.params for ask in asks]
         table = SamplingTable.build(params, self.device)
         proposal = self._walk(asks, width, table)
+        self.progress += 1
         tokens = _ints(proposal.token_ids)
         confidence: FloatArray | None = None
         if proposal.confidence_logits is not None:

@@ -17,6 +17,7 @@ from scheduler.admit import parse_planner
 from scheduler.config import SchedulerConfig, check_config
 from scheduler.core import PrefixScheduler
 from scheduler.errors import InternalFault, ServingError, ShuttingDown
+from scheduler.links import Patience
 from scheduler.loop import ServingLoop
 from scheduler.mailbox import Mailbox, Subscription
 from scheduler.ports import Drafter, Verifier
@@ -241,7 +242,7 @@ class SchedulerActor:
         except CurveRejected as error:
             logger.info("measuring the cost curve: %s", error)
             return None
-        if await still_holds(curve, self._verifier):
+        if await still_holds(curve, self._patient(self._verifier)):
             return curve
         logger.info("measuring the cost curve: steps take another time now than when it was saved")
         return None
@@ -249,13 +250,16 @@ class SchedulerActor:
     async def _measure_curve(self, verifier: VerifierInfo, drafter: DrafterInfo | None) -> CostCurve:
         width = drafter.width if drafter else 0
         return await measure_curve(
-            self._verifier,
-            self._drafter,
+            self._patient(self._verifier),
+            self._patient(self._drafter) if self._drafter is not None else None,
             verifier_info=verifier,
             drafter_info=drafter,
             max_live=self._config.max_live,
             max_step_tokens=self._config.prefill_chunk + self._config.max_live * (width + 1),
         )
+
+    def _patient(self, worker: Verifier | Drafter) -> Patience:
+        return Patience(worker, self._config.worker_timeout_s, lambda: None)
 
     def _save_curve(self, curve: CostCurve, key: Mapping[str, str]) -> None:
         if self._curve_path is None:

@@ -19,9 +19,10 @@ class SchedulerConfig:
         before those of priority 0 that arrived up to p times so long before it. 0 ignores priorities.
     max_wait_s: a request that has waited so long for its first place fails as overloaded; 0 lets it wait until its deadline.
     default_timeout_s: deadline of requests that bring none; 0 is none.
-    worker_timeout_s: a draft or verify call that takes longer counts as a lost worker.
+    worker_timeout_s: a worker that makes no progress for so long during a call counts as lost; a slow one does not.
     recover_timeout_s: how long requests wait for a lost verifier before they fail.
-    stall_timeout_s: without a completed step for so long while work is queued, the health check fails.
+    stall_timeout_s: without progress for so long while work is queued, the health check fails. Above the sum of the other
+    two, so that a worker is given up before the scheduler is.
     """
 
     planner: str = "auto"
@@ -34,7 +35,7 @@ class SchedulerConfig:
     max_wait_s: float = 0.0
     default_timeout_s: float = 600.0
     check_integrity: bool = False
-    worker_timeout_s: float = 120.0
+    worker_timeout_s: float = 60.0
     recover_timeout_s: float = 120.0
     stall_timeout_s: float = 300.0
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from scheduler.drafting import DraftCall
 from scheduler.errors import DrafterLost, VerifierLost
@@ -40,14 +40,54 @@ async def bounded(call: Awaitable[T], timeout_s: float) -> T:
         raise ConnectionError("the worker's call was cancelled") from error
 
 
+class Patience:
+    """How long a call may take: as long as its worker makes progress. A worker that stands still, or does not say, for half
+    of `timeout_s` is lost, and so is found after `timeout_s` when it hangs from the start."""
+
+    def __init__(self, worker: Drafter | Verifier, timeout_s: float, on_progress: Callable[[], None]) -> None:
+        self._worker = worker
+        self._look_s = timeout_s / 2
+        self._on_progress = on_progress
+
+    async def wait(self, call: Coroutine[Any, Any, T]) -> T:
+        """The call's result; raises TimeoutError, the call cancelled. One that is cancelled from within is a failed call."""
+        job = asyncio.create_task(call)
+        seen: int | None = None
+        try:
+            while not (await asyncio.wait({job}, timeout=self._look_s))[0]:
+                last, seen = seen, await bounded(self._worker.progress(), self._look_s)
+                if seen == last:
+                    raise TimeoutError
+                self._on_progress()
+        finally:
+            if not job.done():
+                job.cancel()
+                await asyncio.wait({job}, timeout=self._look_s)
+        if job.cancelled():
+            raise ConnectionError("the worker's call was cancelled")
+        return job.result()
+
+    async def measure(self, rows: Sequence[int], columns: Sequence[int], /) -> list[list[float]]:
+        """The worker's `measure`, waited for."""
+        return await self.wait(self._worker.measure(rows, columns))
+
+
 class DrafterLink:
     """Hands features and asks to the drafter; after a loss asks for it in the background until it answers again."""
 
     def __init__(
-        self, drafter: Drafter | None, *, timeout_s: float, clock: Callable[[], float], wake: Callable[[], None]
+        self,
+        drafter: Drafter | None,
+        *,
+        timeout_s: float,
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
+        """timeout_s, on_progress: see Patience."""
         self.lost = False
         self._drafter = drafter
+        self._patience = Patience(drafter, timeout_s, on_progress) if drafter is not None else None
         self._timeout_s = timeout_s
         self._clock = clock
         self._wake = wake
@@ -77,11 +117,11 @@ class DrafterLink:
 
     async def propose(self, call: DraftCall) -> list[Draft]:
         """One propose with all features held; raises whatever the drafter raises, or TimeoutError."""
-        if self._drafter is None:
+        if self._drafter is None or self._patience is None:
             raise DrafterLost("there is no drafter")
         features = self._features
         self.drop_features()
-        return await bounded(self._drafter.propose(call.asks, call.width, features), self._timeout_s)
+        return await self._patience.wait(self._drafter.propose(call.asks, call.width, features))
 
     def lose(self) -> None:
         """It is gone: forgets what it was to absorb and begins to ask for it."""
@@ -118,17 +158,19 @@ class DrafterLink:
 
 
 class VerifierLink:
-    def __init__(self, verifier: Verifier, *, timeout_s: float) -> None:
+    def __init__(self, verifier: Verifier, *, timeout_s: float, on_progress: Callable[[], None]) -> None:
+        """timeout_s, on_progress: see Patience."""
         self.lost = False
         self._verifier = verifier
         self._timeout_s = timeout_s
+        self._patience = Patience(verifier, timeout_s, on_progress)
 
     async def verify(self, plan: Plan) -> tuple[list[Verdict], Features | None]:
         """Raises whatever the verifier raises; VerifierLost when it does not answer in time."""
         try:
-            return await bounded(self._verifier.verify(plan), self._timeout_s)
+            return await self._patience.wait(self._verifier.verify(plan))
         except TimeoutError:
-            raise VerifierLost(f"the target did not answer within {self._timeout_s:g} s") from None
+            raise VerifierLost(f"the target made no progress within {self._timeout_s:g} s") from None
 
     async def ask(self, *, within_s: float) -> VerifierInfo | None:
         """One question whether it is back; None when it does not answer."""

@@ -38,9 +38,12 @@ class ServingLoop:
         clock: Callable[[], float],
     ) -> None:
         self.core = core
-        self.verifier = VerifierLink(verifier, timeout_s=config.worker_timeout_s)
+        timeout_s = config.worker_timeout_s
+        self.verifier = VerifierLink(verifier, timeout_s=timeout_s, on_progress=self._progressed)
         self._something = asyncio.Event()
-        self.drafter = DrafterLink(drafter, timeout_s=config.worker_timeout_s, clock=clock, wake=self.wake)
+        self.drafter = DrafterLink(
+            drafter, timeout_s=timeout_s, clock=clock, wake=self.wake, on_progress=self._progressed
+        )
         self.last_step_s: float | None = None
         self.progress_s = clock()
         self._sink = sink
@@ -184,6 +187,9 @@ class ServingLoop:
             self._emit(self.core.expire(self._clock()))
         waited = f"the target is lost and did not come back within {self._config.recover_timeout_s:g} s"
         self._emit(self.core.fail_all(VerifierLost(waited)))
+
+    def _progressed(self) -> None:
+        self.progress_s = self._clock()
 
     def _emit(self, deltas: Sequence[Delta]) -> None:
         if deltas:

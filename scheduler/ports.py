@@ -18,6 +18,10 @@ Features = Any
 class Drafter(Protocol):
     async def describe(self) -> DrafterInfo: ...
 
+    async def progress(self) -> int:
+        """A number that changes while the worker computes, also within a call. Answers at once, whatever is computed."""
+        ...
+
     async def propose(self, asks: Sequence[DraftAsk], width: int, features: Sequence[Features]) -> list[Draft]:
         """First writes `features` (in order) into the draft KV cache, then drafts up to `width` tokens per ask.
 
@@ -32,6 +36,10 @@ class Drafter(Protocol):
 
 class Verifier(Protocol):
     async def describe(self) -> VerifierInfo: ...
+
+    async def progress(self) -> int:
+        """As the drafter's."""
+        ...
 
     async def verify(self, plan: Plan) -> tuple[list[Verdict], Features | None]:
         """One forward over all extensions, then acceptance. Verdicts in the order of the extensions. Raises VerifierLost."""

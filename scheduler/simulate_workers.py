@@ -61,6 +61,9 @@ class SimulatedTarget:
     def seconds(self, plan: Plan) -> float:
         return self._law.verify_s(work_of(plan))
 
+    async def progress(self) -> int:
+        return 0
+
     async def describe(self) -> VerifierInfo:
         return self._info
 
@@ -118,6 +121,9 @@ class SimulatedDrafter:
 
     def seconds(self, num_requests: int, width: int) -> float:
         return self._law.draft_s(num_requests, width)
+
+    async def progress(self) -> int:
+        return 0
 
     async def describe(self) -> DrafterInfo:
         return self._info

@@ -13,11 +13,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.ports import Drafter, Verifier
 from scheduler.wire import DrafterInfo, VerifierInfo
 
 Seconds = npt.NDArray[np.float64]
@@ -99,9 +99,15 @@ class CostCurve:
         return low, float((context_len - self._contexts[low]) / gap)
 
 
+class Timed(Protocol):
+    """What can be measured: a worker's port, or how one waits for it."""
+
+    async def measure(self, rows: Sequence[int], columns: Sequence[int], /) -> list[list[float]]: ...
+
+
 async def measure_curve(
-    verifier: Verifier,
-    drafter: Drafter | None,
+    verifier: Timed,
+    drafter: Timed | None,
     *,
     verifier_info: VerifierInfo,
     drafter_info: DrafterInfo | None,
@@ -138,7 +144,7 @@ async def measure_curve(
     return CostCurve(points, time.time())
 
 
-async def still_holds(curve: CostCurve, verifier: Verifier) -> bool:
+async def still_holds(curve: CostCurve, verifier: Timed) -> bool:
     """Whether a saved curve agrees with a few steps timed now: a machine may have been busy then, or be another now."""
     context_len = curve.points.contexts[0]
     tokens = [n for n in _SPOT_TOKENS if n <= curve.points.tokens[-1]]

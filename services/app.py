@@ -18,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from scheduler.errors import SettingsError
 from scheduler.stats import SchedulerStats
 from scheduler.wire import Request
+from services import phase
 from services.access import check_exposure
 from services.cluster import gpu_shares, resolve_placement, visible_gpus
 from services.engine import NO_DRAFTER, Engine, Workers
@@ -41,7 +42,7 @@ class PrefixScheduler:
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]
         self._drain_s = settings.gateway.drain_s
         launch = launch_split if settings.placement == "split" else _launch_here
-        self._engine = Engine(settings, launch)
+        self._engine = Engine(settings, launch, tell=phase.teller(serve.get_replica_context().app_name))
         await self._engine.start()
 
     async def card(self) -> ModelCard:

@@ -2,25 +2,29 @@
 
 Parses flags into settings; errors are one line.
 
-Exit status 2: wrong usage or settings. 1: something failed while running.
+Exit status 0: done; of `serve`, drained after it was told to stop. 1: something failed while running. 2: wrong usage or
+settings. 130 and 143: stopped by SIGINT or SIGTERM before it was ready, or a second time while draining.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from scheduler.errors import Rejected, ServingError, SettingsError
 from services.bench.flags import BENCH, SWEEP, add_flags, sweep_of
 from services.evaluate_commands import add_calibrate, add_evaluate
-from services.launch import StartFailed, fail, serve_in_process, serve_with_ray
-from services.settings import Settings, load_settings
+from services.foreground import Stopped, end_now, run_behind, stop_signals_raise
 from services.simulate import add_simulate
 from services.threads import SPIN_COUNT
 from services.train_commands import add_prepare, add_train
+
+if TYPE_CHECKING:
+    from services.settings import Settings
 
 # Flag -> key of the settings tree. Everything else is reached by --set.
 SETTING_FLAGS = {
@@ -54,14 +58,26 @@ _HELP = {
 def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     args = _parser().parse_args(argv)
+    return _status_of(lambda: args.run(args))
+
+
+def _status_of(work: Callable[[], int | None]) -> int:
+    """Exit status of a command; what went wrong as one line."""
     try:
-        return int(args.run(args) or 0)
+        return work() or 0
     except (SettingsError, Rejected) as error:
-        return fail(str(error), 2)
-    except (ServingError, StartFailed, OSError) as error:
-        return fail(str(error), 1)
+        return _fail(str(error), 2)
+    except (ServingError, OSError) as error:
+        return _fail(str(error), 1)
+    except Stopped as stop:
+        end_now(_fail(f"stopped by {stop.name}", 128 + stop.number))
     except KeyboardInterrupt:
-        return 130
+        end_now(_fail("interrupted", 128 + signal.SIGINT))
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"dspark: {' '.join(message.split())}", file=sys.stderr)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -151,9 +167,12 @@ def settings_of(args: argparse.Namespace) -> Settings:
             _put(flags, keys, value)
     for assignment in args.set:
         key, equals, value = assignment.partition("=")
-        if not equals:
+        keys = tuple(part.strip() for part in key.split("."))
+        if not equals or not all(keys):
             raise SettingsError(f"--set {assignment}: write KEY=VALUE, for example --set kv.block_size=8")
-        _put(flags, tuple(key.strip().split(".")), value)
+        _put(flags, keys, value)
+    from services.settings import load_settings
+
     return load_settings(args.settings, flags=flags)
 
 
@@ -165,9 +184,18 @@ def _put(tree: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
     tree[keys[-1]] = value
 
 
-def _serve(args: argparse.Namespace) -> None:
-    settings = settings_of(args)
-    (serve_in_process if args.no_ray else serve_with_ray)(settings)
+def _serve(args: argparse.Namespace) -> int:
+    with stop_signals_raise():
+        # the imports alone take seconds
+        from services.launch import check_access, check_address, serve_in_process, serve_with_ray
+
+        settings = settings_of(args)
+        check_access(settings)
+        check_address(settings.gateway.host, settings.gateway.port)
+        if not args.no_ray:
+            return run_behind(lambda: _status_of(lambda: serve_with_ray(settings)))
+        serve_in_process(settings)
+        return 0
 
 
 def _generate(args: argparse.Namespace) -> None:

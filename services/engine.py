@@ -67,9 +67,11 @@ def _processor() -> str:
 class Engine:
     """The scheduler of services.gateway.engine.Scheduler, in this process."""
 
-    def __init__(self, settings: Settings, launch: Launch) -> None:
+    def __init__(self, settings: Settings, launch: Launch, tell: Callable[[str], None] = lambda phase: None) -> None:
+        """tell: hears what the start is doing, and the empty string when it is done."""
         self._settings = settings
         self._launch = launch
+        self._tell = tell
         self._workers: Workers | None = None
         self._actor: SchedulerActor | None = None
         self._reason = "the engine has not been started"
@@ -89,8 +91,8 @@ class Engine:
 
     async def start(self) -> None:
         """Loads both models and measures the cost curve; raises SettingsError when something cannot work."""
-        self._reason = "loading the models"
         try:
+            self._enter("loading the models")
             workers = self._workers = await self._launch(self._settings)
             key = machine_key(self._settings)
             actor = SchedulerActor(
@@ -100,12 +102,17 @@ class Engine:
                 curve_path=curve_path(self._settings, key),
                 curve_key=key,
             )
-            self._reason = "measuring the cost curve"
+            self._enter("measuring the cost curve")
             await actor.start()
             self._actor = actor
+            self._tell("")
         except Exception as error:
-            self._reason = f"the engine could not start: {error}"
+            self._enter(f"the engine could not start: {error}")
             raise
+
+    def _enter(self, phase: str) -> None:
+        self._reason = phase
+        self._tell(phase)
 
     async def card(self) -> ModelCard:
         _ = self.actor

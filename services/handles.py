@@ -21,8 +21,11 @@ from scheduler.ports import Features
 from scheduler.stats import SchedulerStats
 from scheduler.wire import Delta, Draft, DraftAsk, DrafterInfo, Grammar, Plan, Request, Verdict, VerifierInfo
 from services.model_card import ModelCard
+from services.phase import told
 
 logger = logging.getLogger(__name__)
+
+_PHASE_LOOK_S = 0.5
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -51,7 +54,7 @@ class RemoteScheduler:
         self._streaming = handle.options(stream=True)
 
     async def card(self) -> ModelCard:
-        return await self._call("card")
+        return await self._call_or_phase("card")
 
     async def submit(self, request: Request) -> None:
         await self._call("submit", request)
@@ -66,7 +69,7 @@ class RemoteScheduler:
         return await self._call("snapshot")
 
     async def check_health(self) -> None:
-        await self._call("check_health")
+        await self._call_or_phase("check_health")
 
     async def subscribe(self, subscriber: str) -> AsyncGenerator[list[Delta], None]:
         response = self._streaming.subscribe.remote(subscriber)
@@ -77,6 +80,20 @@ class RemoteScheduler:
             raise _scheduler_error(error) from error
         finally:
             response.cancel()
+
+    async def _call_or_phase(self, method: str) -> Any:
+        """Serve lets a call wait while the replica starts; this says what it would wait for."""
+        call: asyncio.Task[Any] | None = None
+        try:
+            while call is None or not call.done():
+                if phase := await asyncio.to_thread(told, self._unary.app_name):
+                    raise SchedulerLost(phase)
+                call = call or asyncio.create_task(self._call(method))
+                await asyncio.wait({call}, timeout=_PHASE_LOOK_S)
+            return call.result()
+        finally:
+            if call is not None:
+                call.cancel()
 
     async def _call(self, method: str, *args: Any) -> Any:
         try:
@@ -178,6 +195,9 @@ class RemoteVerifier:
         await self._process.ensure()
         return await self._process.call("describe")
 
+    async def progress(self) -> int:
+        return await self._process.call("progress")
+
     async def verify(self, plan: Plan) -> tuple[list[Verdict], Features | None]:
         verdicts, features = await self._process.call_two("verify", plan)
         return verdicts, features if plan.capture else None
@@ -186,7 +206,7 @@ class RemoteVerifier:
         await self._process.ask("check_grammar", grammar)
 
     async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
-        return await self._process.call("measure", num_tokens, context_lens, timeout_s=self._process.start_timeout_s)
+        return await self._process.call("measure", num_tokens, context_lens)
 
     async def card(self, drafter: DrafterInfo | None) -> ModelCard:
         return await self._process.call("card", drafter)
@@ -205,11 +225,14 @@ class RemoteDrafter:
         await self._process.ensure()
         return await self._process.call("describe")
 
+    async def progress(self) -> int:
+        return await self._process.call("progress")
+
     async def propose(self, asks: Sequence[DraftAsk], width: int, features: Sequence[Features]) -> list[Draft]:
         return await self._process.call("propose", list(asks), width, *features)
 
     async def measure(self, num_requests: Sequence[int], widths: Sequence[int]) -> list[list[float]]:
-        return await self._process.call("measure", num_requests, widths, timeout_s=self._process.start_timeout_s)
+        return await self._process.call("measure", num_requests, widths)
 
     async def stop(self) -> None:
         self._process.stop()

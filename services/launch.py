@@ -1,45 +1,57 @@
 """Runs the server until it is told to stop: on Ray Serve, or in this one process without Ray.
 
 Both answer on the same address with the same application, print one line when they are ready, and drain on SIGINT and
-SIGTERM: no new requests, running streams finish within `gateway.drain_s`.
+SIGTERM: no new requests, running streams finish within `gateway.drain_s`; a second signal does not wait for them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import re
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from scheduler.errors import SettingsError
+from scheduler.errors import Failed, SettingsError
 from services.access import check_exposure
+from services.foreground import STOP_SIGNALS, Stopped, on_stop_signals
 from services.settings import Settings
 
+if TYPE_CHECKING:
+    from services.engine import Engine
+
 APPLICATION = "dspark"
+_REMOVAL_S = 20.0
+_SHUTDOWN_S = 10.0
 
 
-class StartFailed(Exception):
-    """The server could not start; the message is one line."""
-
-
-def check_port(host: str, port: int) -> None:
-    """Raises SettingsError when nothing can listen there."""
+def check_address(host: str, port: int) -> None:
+    """Raises SettingsError, naming the setting that is to blame, when nothing can listen there."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise SettingsError(f"gateway.port: cannot listen on {host}:{port}: {reason}; set another --port") from None
+    except (OSError, UnicodeError) as error:
+        raise SettingsError(_why_not_listen(host, port, error)) from None
+
+
+def _why_not_listen(host: str, port: int, error: OSError | UnicodeError) -> str:
+    if isinstance(error, socket.gaierror | UnicodeError) or error.errno == errno.EADDRNOTAVAIL:
+        return f"gateway.host: {host!r} is no address of this machine; set --host to 127.0.0.1, or 0.0.0.0 for all"
+    if error.errno == errno.EADDRINUSE:
+        return f"gateway.port: {port} on {host} is in use by another process; set another --port"
+    if error.errno == errno.EACCES:
+        return f"gateway.port: this user may not listen on {port}; set a --port from 1024 on"
+    return f"gateway.port: cannot listen on {host}:{port}: {error.strerror or error}; set another --port"
 
 
 def check_access(settings: Settings) -> None:
@@ -57,47 +69,83 @@ def check_files(settings: Settings) -> None:
 
 
 def ready_line(settings: Settings) -> str:
+    return f"ready: {settings.model_name} on {local_url(settings)}/v1"
+
+
+def local_url(settings: Settings) -> str:
     host = settings.gateway.host
-    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    return f"ready: {settings.model_name} on http://{shown}:{settings.gateway.port}/v1"
+    local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{local}:{settings.gateway.port}"
 
 
 def say(line: str) -> None:
     print(line, flush=True)
 
 
-def on_stop_signals(action: Callable[[], None]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: action())
-
-
 def serve_with_ray(settings: Settings) -> None:
-    """Starts Ray here, or joins the cluster that RAY_ADDRESS names."""
-    check_access(settings)
-    check_port(settings.gateway.host, settings.gateway.port)
+    """Starts Ray here, or joins the cluster that RAY_ADDRESS names. Returns when it was told to stop and has drained; raises
+    Stopped when it had not become ready by then."""
     check_files(settings)
     import ray
 
     from services.cluster import start_ray
 
-    stop = threading.Event()
-    failures: list[str] = []
+    stop = StopRequest()
+    ready = False
     try:
-        start_ray(settings)
-        on_stop_signals(stop.set)
+        with contextlib.suppress(SystemExit):
+            # Ray's own answer to SIGTERM while it starts
+            start_ray(settings)
+            on_stop_signals(stop)
+        if not ray.is_initialized():
+            raise Stopped(signal.SIGTERM)
         say(f"starting {settings.model_name} (the first start converts weights and measures the cost curve)")
-        deploying = threading.Thread(target=_deploy, args=(settings, failures), daemon=True)
-        deploying.start()
-        while deploying.is_alive() and not stop.is_set():
-            deploying.join(0.2)
-        if failures:
-            raise StartFailed(failures[0])
-        if not stop.is_set():
-            say(ready_line(settings))
-            stop.wait()
+        _deploy_until_ready(settings, stop)
+        ready = True
+        say(ready_line(settings))
+        stop.wait()
         say("draining")
     finally:
-        _stop_ray(ray)
+        _stop_ray(settings.gateway.drain_s if ready else 0.0)
+
+
+class StopRequest:
+    """Handler of stop signals: the first is remembered, the second raises Stopped wherever the program is."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._number = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._event.is_set():
+            raise Stopped(number)
+        self._number = number
+        self._event.set()
+
+    def wait(self) -> None:
+        self._event.wait()
+
+    def raise_if_set(self) -> None:
+        if self._event.is_set():
+            raise Stopped(self._number)
+
+
+def _deploy_until_ready(settings: Settings, stop: StopRequest) -> None:
+    """Tells what is under way. Raises Failed, or Stopped."""
+    from services.phase import told
+
+    failures: list[str] = []
+    deploying = threading.Thread(target=_deploy, args=(settings, failures), daemon=True)
+    deploying.start()
+    shown = ""
+    while deploying.is_alive():
+        deploying.join(0.2)
+        stop.raise_if_set()
+        if (phase := told(APPLICATION)) != shown:
+            shown = phase
+            say(phase) if phase else None
+    if failures:
+        raise Failed(failures[0])
 
 
 def _deploy(settings: Settings, failures: list[str]) -> None:
@@ -116,14 +164,13 @@ def _deploy(settings: Settings, failures: list[str]) -> None:
 
 
 def _await_ready(settings: Settings) -> None:
-    host = "127.0.0.1" if settings.gateway.host in ("0.0.0.0", "::") else settings.gateway.host
-    with httpx.Client(base_url=f"http://{host}:{settings.gateway.port}", timeout=10) as client:
+    with httpx.Client(base_url=local_url(settings), timeout=10) as client:
         for _ in range(600):
             response = client.get("/ready")
             if response.status_code == 200:
                 return
             threading.Event().wait(0.1)
-    raise StartFailed(f"not ready: {response.json().get('reason', response.status_code)}")
+    raise Failed(f"not ready: {response.json().get('reason', response.status_code)}")
 
 
 def _replica_messages() -> str:
@@ -144,21 +191,33 @@ def _reason(text: str) -> str:
     return (refusals or errors or lines or ["unknown reason"])[-1]
 
 
-def _stop_ray(ray: Any) -> None:
-    """Removing the application drains it. A Ray that was started here ends with this process."""
+def _stop_ray(drain_s: float) -> None:
+    """Removing the application drains it. A Ray that was started here ends with this process, also when it no longer
+    answers."""
+    import ray
     from ray import serve
 
     if not ray.is_initialized():
         return
-    with contextlib.suppress(Exception):
-        serve.delete(APPLICATION)
-    ray.shutdown()
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    _within(drain_s + _REMOVAL_S, lambda: serve.delete(APPLICATION, _blocking=drain_s > 0))
+    _within(_SHUTDOWN_S, ray.shutdown)
+
+
+def _within(timeout_s: float, work: Callable[[], None]) -> None:
+    """Runs `work` for at most so long; what it raises is of no interest any more."""
+
+    def quietly() -> None:
+        with contextlib.suppress(Exception):
+            work()
+
+    thread = threading.Thread(target=quietly, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
 
 
 def serve_in_process(settings: Settings) -> None:
-    """Gateway, scheduler and workers in this process, under uvicorn."""
-    check_access(settings)
-    check_port(settings.gateway.host, settings.gateway.port)
+    """Gateway, scheduler and workers in this process, under uvicorn. Raises Stopped like serve_with_ray."""
     asyncio.run(_serve_in_process(settings))
 
 
@@ -168,28 +227,33 @@ async def _serve_in_process(settings: Settings) -> None:
     from services.gateway.app import create_app
     from services.workers import launch_colocated
 
-    engine = Engine(settings, launch_colocated)
+    engine = Engine(settings, launch_colocated, tell=lambda phase: say(phase) if phase else None)
     app = create_app(engine, settings.gateway_config())
     server = _server(app, settings)
-    on_stop_signals(lambda: _ask_to_stop(server))
-
-    async def start() -> None:
-        try:
-            await engine.start()
-            await app.state.gateway.loaded.wait()
-            say(ready_line(settings))
-        except BaseException:
-            server.should_exit = True
-            raise
-
-    starting = asyncio.create_task(start())
+    starting = asyncio.create_task(_start(engine, app.state.gateway.loaded, server, settings))
+    stopped: list[int] = []
+    for number in STOP_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, _ask_to_stop, server, number, stopped)
     await server.serve()
     if not starting.done():
         starting.cancel()
     await asyncio.wait({starting})
-    await engine.stop()
-    if not starting.cancelled() and (error := starting.exception()) is not None:
+    if starting.cancelled():
+        raise Stopped(stopped[0])
+    if (error := starting.exception()) is not None:
+        await engine.stop()
         raise error
+    await engine.stop()
+
+
+async def _start(engine: Engine, loaded: asyncio.Event, server: Any, settings: Settings) -> None:
+    try:
+        await engine.start()
+        await loaded.wait()
+        say(ready_line(settings))
+    except BaseException:
+        server.should_exit = True
+        raise
 
 
 def _server(app: Any, settings: Settings) -> Any:
@@ -210,12 +274,8 @@ def _server(app: Any, settings: Settings) -> Any:
     )
 
 
-def _ask_to_stop(server: Any) -> None:
+def _ask_to_stop(server: Any, number: int, stopped: list[int]) -> None:
     """The second time without waiting for running streams."""
+    stopped.append(number)
     server.force_exit = server.should_exit
     server.should_exit = True
-
-
-def fail(message: str, status: int) -> int:
-    print(f"dspark: {message}", file=sys.stderr)
-    return status

@@ -7,18 +7,20 @@ import asyncio
 import contextlib
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scheduler.errors import Failed
 from scheduler.stats import SchedulerStats
-from scheduler.throughput import CurvePoints
+from scheduler.throughput import CostCurve, CurvePoints
 from scheduler.wire import Request, SamplingParams
 from services.engine import Engine, Workers, curve_path, machine_key
 from services.settings import Settings
 from services.workers import launch_colocated
+
+Seconds = Sequence[float]
 
 _PRODUCT_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 _HOST_LOADS = (1, 32)
@@ -120,14 +122,17 @@ async def run_requests(engine: Engine, num_requests: int, num_tokens: int) -> No
 
 def table(measured: Measured) -> list[str]:
     points = measured.points
-    lines = ["verify step, ms by tokens in it and context", _row("tokens", points.contexts)]
-    lines += [
-        _row(n, [1000 * points.verify_s[c][t] for c in range(len(points.contexts))])
-        for t, n in enumerate(points.tokens)
-    ]
+    lines = ["verify step, ms by tokens in it and context, as the planner reckons (raw: as timed)"]
+    lines += _beside(
+        "tokens",
+        points.contexts,
+        points.tokens,
+        zip(*planned_verify(points), strict=True),
+        zip(*points.verify_s, strict=True),
+    )
     if points.requests:
-        lines += ["", "draft, ms by requests and width", _row("requests", points.widths)]
-        lines += [_row(n, [1000 * s for s in points.draft_s[r]]) for r, n in enumerate(points.requests)]
+        lines += ["", "draft, ms by requests and width"]
+        lines += _beside("requests", points.widths, points.requests, planned_draft(points), points.draft_s)
     if measured.products_s:
         lines += ["", "whole step against its matrix products alone, ms", _row("tokens", ["step", "products", "ratio"])]
         lines += [
@@ -138,6 +143,28 @@ def table(measured: Measured) -> list[str]:
             lines.append("a step cannot take less than its products: the machine was busy, measure again")
     shares = ", ".join(f"{load} requests {100 * share:.1f} %" for load, share in measured.host_share.items())
     return [*lines, "", f"host work outside the models, share of a step: {shares}"]
+
+
+def planned_verify(points: CurvePoints) -> list[list[float]]:
+    """[contexts][tokens] seconds that the planner uses: never fewer for more tokens or more context."""
+    curve = CostCurve(points, 0.0)
+    return [[float(curve.verify_seconds(n, 1, context)[0]) for n in points.tokens] for context in points.contexts]
+
+
+def planned_draft(points: CurvePoints) -> list[list[float]]:
+    """[requests][widths] the same for drafts."""
+    curve = CostCurve(points, 0.0)
+    return [[curve.draft_seconds(n, width) for width in points.widths] for n in points.requests]
+
+
+def _beside(
+    first: str, columns: Sequence[int], rows: Sequence[int], planned: Iterable[Seconds], raw: Iterable[Seconds]
+) -> list[str]:
+    """A table with two columns for each of `columns`: what the planner uses and what was timed, in ms."""
+    lines = [_row(first, [name for column in columns for name in (column, "raw")])]
+    for name, used, timed in zip(rows, planned, raw, strict=True):
+        lines.append(_row(name, [1000 * s for pair in zip(used, timed, strict=True) for s in pair]))
+    return lines
 
 
 def _row(first: object, rest: Sequence[object]) -> str:
@@ -155,16 +182,23 @@ def report(measured: Measured, settings: Settings, machine: dict[str, str]) -> d
         "machine": machine,
         "tokens": points.tokens,
         "contexts": points.contexts,
-        "verify_s": points.verify_s,
+        "verify_s": _rounded(planned_verify(points)),
+        "verify_raw_s": _rounded(points.verify_s),
         "requests": points.requests,
         "widths": points.widths,
-        "draft_s": points.draft_s,
+        "draft_s": _rounded(planned_draft(points)),
+        "draft_raw_s": _rounded(points.draft_s),
         "step_over_products": {str(n): round(_ratio(measured, n), 3) for n in measured.products_s},
         "host_share": {str(load): round(share, 4) for load, share in measured.host_share.items()},
     }
 
 
+def _rounded(table: Iterable[Seconds]) -> list[list[float]]:
+    return [[round(seconds, 7) for seconds in row] for row in table]
+
+
 def draw(measured: Measured, path: str, title: str) -> None:
+    """Lines: what the planner uses; points: what was timed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -172,14 +206,17 @@ def draw(measured: Measured, path: str, title: str) -> None:
 
     points = measured.points
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for context, seconds in zip(points.contexts, points.verify_s, strict=True):
-        left.plot(points.tokens, [1000 * s for s in seconds], marker=".", label=f"context {context}")
+    for context, seconds, raw in zip(points.contexts, planned_verify(points), points.verify_s, strict=True):
+        (line,) = left.plot(points.tokens, [1000 * s for s in seconds], label=f"context {context}")
+        left.plot(points.tokens, [1000 * s for s in raw], ".", color=line.get_color())
     if measured.products_s:
         left.plot(list(measured.products_s), [1000 * s for s in measured.products_s.values()], "k--", label="products")
     left.set(title=f"{title}: verify step", xlabel="tokens in the step", ylabel="ms", xscale="log")
     left.legend()
+    planned = planned_draft(points)
     for index, width in enumerate(points.widths):
-        right.plot(points.requests, [1000 * row[index] for row in points.draft_s], marker=".", label=f"width {width}")
+        (line,) = right.plot(points.requests, [1000 * row[index] for row in planned], label=f"width {width}")
+        right.plot(points.requests, [1000 * row[index] for row in points.draft_s], ".", color=line.get_color())
     right.set(title="draft", xlabel="requests", ylabel="ms", xscale="log")
     if points.widths:
         right.legend()

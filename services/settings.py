@@ -41,7 +41,7 @@ _SERVICE_LINK = re.compile(r"DSPARK_(\w+_)?(SERVICE_(HOST|PORT)|PORT)(_\w+)?")
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelSettings(_Section):
@@ -81,7 +81,7 @@ class SchedulerSettings(_Section):
     max_wait_s: float = Field(default=0.0, ge=0)
     default_timeout_s: float = Field(default=600.0, ge=0)
     check_integrity: bool = False
-    worker_timeout_s: float = Field(default=120.0, ge=1)
+    worker_timeout_s: float = Field(default=60.0, ge=1)
     recover_timeout_s: float = Field(default=120.0, ge=0)
     stall_timeout_s: float = Field(default=300.0, ge=1)
 
@@ -359,7 +359,11 @@ def _read_environment() -> dict[str, Any]:
     try:
         return source()
     except EnvParseError as error:
-        raise SettingsError(f"environment variables {PREFIX}*: {error}") from None
+        field = re.search(r'field "(\w+)"', str(error))
+        name = variable_name((field[1],)) if field else f"{PREFIX}*"
+        raise SettingsError(
+            f"environment variable {name}: not valid JSON; set each key by itself, as in {name}{DELIMITER}KEY=value"
+        ) from None
 
 
 def variable_name(keys: tuple[str, ...]) -> str:
@@ -409,6 +413,8 @@ def _settings_error(error: ValidationError, sources: _Sources) -> SettingsError:
     reason = first["msg"].removeprefix("Value error, ")
     if keys[:2] == ("gateway", "auth"):
         return SettingsError(f"{name}: {reason} (from {origin})")
+    if first["type"] in ("model_type", "model_attributes_type"):
+        reason = f"is a section and needs keys below it, as in {name}.KEY"
     return SettingsError(f"{name}: {reason}, got {first['input']!r} (from {origin})")
 
 

@@ -38,6 +38,9 @@ class VerifierProcess:
     async def describe(self) -> VerifierInfo:
         return await self._worker.describe()
 
+    async def progress(self) -> int:
+        return await self._worker.progress()
+
     async def verify(self, plan: Plan) -> tuple[list[Verdict], Any]:
         """Two Ray results. Features leave the device here: the drafter's process may have another one."""
         verdicts, features = await self._worker.verify(plan)
@@ -76,6 +79,9 @@ class DrafterProcess:
 
     async def describe(self) -> DrafterInfo:
         return await self._worker.describe()
+
+    async def progress(self) -> int:
+        return await self._worker.progress()
 
     async def propose(self, asks: Sequence[DraftAsk], width: int, *features: Any) -> list[Draft]:
         return await self._worker.propose(asks, width, [each for each in features if each is not None])

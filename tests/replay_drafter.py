@@ -20,6 +20,9 @@ class ReplayDrafter:
         self.broken = False
         self.breaks_after: int | None = None
 
+    async def progress(self) -> int:
+        return 0
+
     async def describe(self) -> DrafterInfo:
         if self.broken:
             raise DrafterLost("gone")

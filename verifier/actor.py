@@ -41,6 +41,9 @@ class VerifierWorker:
     async def describe(self) -> VerifierInfo:
         return self._loaded().describe()
 
+    async def progress(self) -> int:
+        return self._loaded().progress
+
     async def verify(self, plan: Plan) -> tuple[list[Verdict], CommittedFeatures | None]:
         runner = self._loaded()
         return await self._compute(lambda: runner.verify(plan))

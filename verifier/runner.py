@@ -13,6 +13,7 @@ import torch
 
 from scheduler.errors import BadParams, ServingError, SettingsError
 from scheduler.wire import Extension, Plan, Verdict, VerifierInfo
+from verifier import native
 from verifier.acceptance import judge
 from verifier.architecture import Architecture, read_architecture
 from verifier.attention import paged_attention
@@ -24,7 +25,7 @@ from verifier.features import CommittedFeatures
 from verifier.grammar import GrammarCompiler
 from verifier.kv import PagedKV, bytes_per_token
 from verifier.masks import Constraint
-from verifier.model import Decoder
+from verifier.model import Attend, Decoder
 from verifier.noise import fresh_generator
 from verifier.weights import fingerprint, load_target, resolve_model
 
@@ -33,7 +34,10 @@ _DEFAULT_TOKENS_PER_REQUEST = 1024
 
 
 class TargetRunner:
-    """Raises SettingsError for a model, device or cache size that cannot work."""
+    """Raises SettingsError for a model, device or cache size that cannot work.
+
+    progress: grows with every layer computed, for whoever asks whether a long step still runs.
+    """
 
     def __init__(self, config: VerifierConfig) -> None:
         self.config = config
@@ -59,6 +63,9 @@ class TargetRunner:
         self.generator = fresh_generator(config.seed, "verifier", self.device)
         self.grammars = GrammarCompiler(folder, self.arch.vocab_size)
         self.automata = Automata(self.grammars, config.max_live)
+        self.progress = 0
+        # compiled now: in the middle of a step it would look like a hanging worker
+        native.usable(self.dtype, self.device, self.arch.head_dim, self.arch.num_heads // self.arch.num_kv_heads)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -103,7 +110,8 @@ class TargetRunner:
         attend = paged_attention(
             self.kv, self.model.rotary, batch.slots, batch.positions, batch.spans, num_heads=self.arch.num_heads
         )
-        hidden, features = self.model.forward(batch.ids, batch.positions, attend, self.capture if capture else ())
+        counted = _Counted(attend, self)
+        hidden, features = self.model.forward(batch.ids, batch.positions, counted, self.capture if capture else ())
         if len(batch.sampled_rows) != len(batch.ids) or batch.masks is not None:
             hidden = hidden.index_select(0, batch.sampled_rows)
         return self.model.logits(hidden), features
@@ -130,6 +138,18 @@ def _verdict(
     if constraint is not None and constraint.dead_from is not None and verdict.num_accepted >= constraint.dead_from:
         error = BadParams(constraint.dead_reason)
     return verdict if error is None else replace(nothing, error=(type(error).__name__, str(error)))
+
+
+class _Counted:
+    """Attention that counts its calls, one per layer, as the runner's progress."""
+
+    def __init__(self, attend: Attend, runner: TargetRunner) -> None:
+        self.rotates = getattr(attend, "rotates", False)
+        self._attend, self._runner = attend, runner
+
+    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        self._runner.progress += 1
+        return self._attend(layer, qkv)
 
 
 def _max_model_len(config: VerifierConfig, arch: Architecture) -> int:

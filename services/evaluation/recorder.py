@@ -66,6 +66,9 @@ class RecordedDrafter:
     async def describe(self) -> DrafterInfo:
         return await self._inner.describe()
 
+    async def progress(self) -> int:
+        return await self._inner.progress()
+
     async def propose(self, asks: Sequence[DraftAsk], width: int, features: Sequence[Features]) -> list[Draft]:
         return self._recorder.drafted(asks, await self._inner.propose(asks, width, features))
 
@@ -81,6 +84,9 @@ class RecordedVerifier:
 
     async def describe(self) -> VerifierInfo:
         return await self._inner.describe()
+
+    async def progress(self) -> int:
+        return await self._inner.progress()
 
     async def verify(self, plan: Plan) -> tuple[list[Verdict], Features | None]:
         verdicts, features = await self._inner.verify(plan)

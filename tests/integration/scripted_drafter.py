@@ -18,6 +18,9 @@ class ScriptedDrafter:
     width: int = 7
     script: dict[str, Callable[[int], int]] = field(default_factory=dict)
 
+    async def progress(self) -> int:
+        return 0
+
     async def describe(self) -> DrafterInfo:
         return DrafterInfo("scripted", self.width, True, False, 2**31 - 1, (), "scripted")
 

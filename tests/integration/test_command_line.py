@@ -96,6 +96,12 @@ def test_measure_ends_in_one_json_line_and_draws(flags, capsys, tmp_path):
     report = json.loads(lines[-1])
     assert report["tokens"] == sorted(report["tokens"]) and len(report["verify_s"][0]) == len(report["tokens"])
     assert report["widths"] and set(report["step_over_products"]) >= {"1", "8"}
+    for table in (report["verify_s"], report["draft_s"]):
+        assert all(row == sorted(row) for row in table), "the planner's times never fall"
+    assert len(report["verify_raw_s"]) == len(report["contexts"]) and len(report["draft_raw_s"]) == len(
+        report["requests"]
+    )
+    assert sum(line.count(" raw") for line in lines[:-1]) >= 2
     assert 0 < report["host_share"]["1"] < 1
     assert plot.read_bytes().startswith(b"\x89PNG")
 
@@ -135,28 +141,45 @@ def test_bench_compares_planners_side_by_side(flags, capsys):
 class Server:
     def __init__(self, flags: list[str]) -> None:
         self.port = free_port()
-        command = [sys.executable, "-m", "services.cli", "serve", "--no-ray", *flags, "--port", str(self.port)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        command = [sys.executable, "-m", "services.cli", "serve", *flags, "--port", str(self.port)]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
 
     def wait_ready(self) -> str:
+        return self.wait_for("ready: ")
+
+    def wait_for(self, words: str) -> str:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.startswith("ready: "):
+            if line.startswith(words):
                 return line
         raise AssertionError(f"ended with {self.process.wait()}")
 
+    def rest(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.read()
+
+    def kill(self) -> None:
+        self.client.close()
+        self.process.kill()
+        self.process.wait()
+
 
 @pytest.fixture(scope="module")
-def server(folder: Path, golden: Path) -> Iterator[Server]:
+def serve_flags(folder: Path, golden: Path) -> list[str]:
     drafter = str(golden / "dspark_vanilla")
     few = ["--threads", "1", "--set", "scheduler.max_live=4", "--set", "scheduler.prefill_chunk=32"]
     where = ["--model", str(folder), "--drafter", drafter, "--set", f"cache_dir={folder.parent / 'cache'}"]
-    running = Server([*where, *few, "--dtype", "float32", "--name", "golden"])
+    return [*where, *few, "--dtype", "float32", "--set", "drafter.dtype=float32", "--name", "golden"]
+
+
+@pytest.fixture(scope="module")
+def server(serve_flags: list[str]) -> Iterator[Server]:
+    running = Server(["--no-ray", *serve_flags])
     yield running
-    running.client.close()
-    running.process.kill()
-    running.process.wait()
+    running.kill()
 
 
 def test_a_server_without_ray_tells_its_url_when_it_is_ready_and_streams(server):
@@ -201,11 +224,68 @@ def test_a_server_that_is_told_to_stop_finishes_its_streams(server):
     assert server.process.wait(timeout=20) == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_that_is_stopped_while_it_starts_ends_at_once_with_one_line(serve_flags, tmp_path, number):
+    starting = Server(["--no-ray", *serve_flags, "--set", f"cache_dir={tmp_path}"])
+    starting.wait_for("measuring the cost curve")
+    reason = starting.client.get("/ready").json()["reason"]
+    starting.process.send_signal(number)
+    assert starting.process.wait(timeout=20) == 128 + number
+    assert starting.rest() == f"dspark: stopped by {number.name}\n"
+    assert reason.removeprefix("not ready: ") in ("loading the models", "measuring the cost curve")
+
+
+def in_session(of: int) -> list[str]:
+    """Command lines of the living processes of that session."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            stat = (entry / "stat").read_text().rpartition(")")[2].split()
+            if stat[3] == str(of) and stat[0] != "Z":
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except (OSError, IndexError):
+            continue
+    return found
+
+
+def test_a_server_on_ray_says_what_it_waits_for_and_drains_when_its_whole_group_is_told_to_stop(serve_flags, tmp_path):
+    running = Server([*serve_flags, "--set", f"cache_dir={tmp_path}", "--placement", "colocated"])
+    try:
+        running.wait_for("measuring the cost curve")
+        while (answer := running.client.get("/ready")).status_code != 200:
+            assert "does not answer" not in answer.text
+            time.sleep(0.05)
+        (child,) = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()
+        assert any("raylet" in line for line in in_session(int(child)))
+        running.wait_ready()
+        body = {
+            "model": "golden",
+            "messages": [{"role": "user", "content": "hello"}],
+            "max_tokens": 400,
+            "stream": True,
+        }
+        with running.client.stream("POST", CHAT, json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.killpg(running.process.pid, signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert running.process.wait(timeout=60) == 0
+        assert running.rest() == "draining\n" and in_session(int(child)) == []
+    finally:
+        running.kill()
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
         (["serve", "--set", "gateway.prt=1"], 2, "gateway.prt: unknown key (from command line)"),
         (["serve", "--set", "gateway.port"], 2, "KEY=VALUE"),
+        (["serve", "--set", "=5"], 2, "--set =5: write KEY=VALUE"),
+        (["serve", "--set", "gateway.=5"], 2, "KEY=VALUE"),
+        (["serve", "--set", "gateway=5"], 2, "gateway.KEY"),
+        (["serve", "--host", "no such host"], 2, "gateway.host"),
+        (["serve", "--host", "192.0.2.1"], 2, "gateway.host"),
         (["serve", "--port", "8000", "--set", "gateway.port.x=1"], 2, "gateway.port has a value already"),
         (["serve", "--settings", "/nowhere.yaml"], 2, "No such file"),
         (["serve", "--port", "0"], 2, "gateway.port"),

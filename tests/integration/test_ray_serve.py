@@ -25,6 +25,7 @@ from ray import serve
 from scheduler.actor import SchedulerActor
 from scheduler.config import SchedulerConfig
 from scheduler.wire import Request, SamplingParams
+from services import phase
 from services.app import build
 from services.engine import Engine, Workers
 from services.gateway.app import create_app
@@ -197,13 +198,22 @@ def test_errors_are_enveloped_through_serve(served):
         ("GET", "/nope", None, 404, "unknown_url"),
         ("GET", CHAT, None, 405, "method_not_allowed"),
         ("POST", CHAT, b"{", 400, "invalid_value"),
-        ("POST", CHAT, json.dumps(body("x", n=2)).encode(), 400, "invalid_value"),
+        ("POST", CHAT, json.dumps(body("x", n=0)).encode(), 400, "invalid_value"),
         ("POST", CHAT, json.dumps(body("x", max_tokens=10_000)).encode(), 400, "context_length_exceeded"),
     ):
         response = served.request(method, path, content=content)
         assert (response.status_code, response.json()["error"]["code"]) == (status, code)
     assert served.get("/v1/models").json()["data"][0]["id"] == "golden"
     assert served.get("/health").status_code == 200
+
+
+def test_readiness_says_what_a_starting_scheduler_does(served):
+    tell = phase.teller("dspark")
+    tell("measuring the cost curve")
+    answer = served.get("/ready")
+    tell("")
+    assert answer.status_code == 503 and answer.json()["reason"] == "measuring the cost curve"
+    assert served.get("/ready").status_code == 200
 
 
 def test_a_stop_id_beyond_the_vocabulary_is_refused_by_the_scheduler_with_its_reason(served):

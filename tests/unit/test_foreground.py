@@ -1,0 +1,78 @@
+"""The process in the foreground: a stop of the whole group reaches the server once, through it, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SERVER = """
+import subprocess, sys, time
+from services.foreground import Stopped, run_behind
+
+def server():
+    worker = subprocess.Popen(["sleep", "600"])
+    print("worker", worker.pid, flush=True)
+    try:
+        time.sleep(600)
+    except Stopped as stop:
+        print("alive" if worker.poll() is None else "dead", stop.name, flush=True)
+        return 0 if sys.argv[1] == "drains" else 128 + stop.number
+    return 1
+
+sys.exit(run_behind(server))
+"""
+
+
+@pytest.fixture(params=["drains", "gives up"])
+def running(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen, int, str]]:
+    """The process in the foreground, a worker of its server, and what the server does when it is stopped."""
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER, request.param],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert process.stdout is not None
+    worker = int(process.stdout.readline().split()[1])
+    yield process, worker, request.param
+    process.kill()
+    process.wait()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + 10
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_of_the_group_reaches_the_server_before_its_workers(running, number):
+    process, worker, does = running
+    os.killpg(process.pid, number)
+    assert process.wait(timeout=20) == (0 if does == "drains" else 128 + number)
+    assert process.stdout.read() == f"alive {number.name}\n"
+    assert gone(worker)
+
+
+def test_a_server_whose_foreground_is_killed_is_told_to_stop(running):
+    process, worker, _ = running
+    process.kill()
+    assert process.stdout.read() == "alive SIGTERM\n"
+    os.kill(worker, signal.SIGKILL)
