@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -52,8 +53,8 @@ def raise_stopped(number: int, frame: FrameType | None) -> None:
 
 
 def run_behind(work: Callable[[], int]) -> int:
-    """Runs `work` in a child process with its own session; returns its status. Every stop signal is passed on. Whatever
-    the child leaves of its process group is killed; when this process is killed, the child is told to stop."""
+    """Runs `work` in a child process with its own session; returns its status. Every stop signal is passed on. When this
+    process is killed, the child is told to stop. Whatever is left of the session in the end is killed."""
     sys.stdout.flush()
     sys.stderr.flush()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -64,8 +65,7 @@ def run_behind(work: Callable[[], int]) -> int:
     on_stop_signals(lambda number, _: os.kill(server, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     _, status = os.waitpid(server, 0)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(server, signal.SIGKILL)
+    _kill_session(server)
     return _shell_status(status)
 
 
@@ -87,7 +87,17 @@ def _be_the_server(front: int, work: Callable[[], int]) -> NoReturn:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             status = work()
     finally:
+        _kill_session(os.getpid())
         end_now(status)
+
+
+def _kill_session(session: int) -> None:
+    """All of it but this process. Ray's workers have process groups of their own."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        pid = int(entry.name)
+        with contextlib.suppress(OSError):
+            if pid != os.getpid() and os.getsid(pid) == session:
+                os.kill(pid, signal.SIGKILL)
 
 
 def _shell_status(status: int) -> int:

@@ -75,6 +75,9 @@ class WatchedDrafter:
     async def describe(self) -> DrafterInfo:
         return await self._drafter.describe()
 
+    async def progress(self) -> int:
+        return await self._drafter.progress()
+
     async def propose(self, asks: Sequence[DraftAsk], width: int, features: Sequence[Features]) -> list[Draft]:
         drafts = await self._drafter.propose(asks, width, features)
         self._tape.drafted(drafts)
@@ -91,6 +94,9 @@ class WatchedVerifier:
 
     async def describe(self) -> VerifierInfo:
         return await self._verifier.describe()
+
+    async def progress(self) -> int:
+        return await self._verifier.progress()
 
     async def verify(self, plan: Plan) -> tuple[list[Verdict], Features | None]:
         verdicts, features = await self._verifier.verify(plan)
