@@ -52,6 +52,13 @@ class CallObject:
     def unshown(self) -> str:
         return "".join(self._unshown)
 
+    def skip_plain(self, text: str, start: int, events: list[Event]) -> int:
+        """Takes what is plain text inside a string of the streamed arguments at once; gives where it ends."""
+        end = self._value.plain_until(text, start) if self.in_arguments else start
+        if end > start:
+            events.append(CallArguments(self.index, text[start:end]))
+        return end
+
     def feed(self, char: str, events: list[Event]) -> Step:
         """MORE, DONE with the closing brace, or BAD: this character cannot follow and was not taken."""
         step = self._state(char, events)

@@ -5,9 +5,11 @@ Owns the syntax of RFC 8259 and nothing else. No recursion: a value may be neste
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 
 WHITESPACE = " \t\r\n"
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _ESCAPES = '"\\/bfnrtu'
 _HEX = "0123456789abcdefABCDEF"
 _LITERALS = {"t": "true", "f": "false", "n": "null"}
@@ -46,6 +48,12 @@ class JsonValue:
     def feed(self, char: str) -> Step:
         """What `char` is to the value so far. Not to be called again after anything but MORE."""
         return _STATES[self._state](self, char)
+
+    def plain_until(self, text: str, start: int) -> int:
+        """Where the characters of `text` from `start` on end that are plain ones of a string: all of them are MORE, and
+        need not be fed one by one. `start` itself outside of a string."""
+        match = _PLAIN.match(text, start) if self._state in ("string", "key_string") else None
+        return match.end() if match else start
 
     def _value(self, char: str) -> Step:
         if char in WHITESPACE and self._open:

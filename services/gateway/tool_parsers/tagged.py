@@ -128,16 +128,18 @@ class ToolCallParser:
 
     def _in_call(self, text: str, events: list[Event]) -> str:
         assert self._call is not None
-        for index, char in enumerate(text):
-            step = self._call.feed(char, events)
+        at = 0
+        while (at := self._call.skip_plain(text, at, events)) < len(text):
+            step = self._call.feed(text[at], events)
             if self._call.started and self.num_calls == self._call.index:
                 self.num_calls += 1
                 self._lead = ""
             if step is Step.DONE:
                 self._after_call()
-                return text[index + 1 :]
+                return text[at + 1 :]
             if step is Step.BAD:
-                return self._broken(self._call, events) + text[index:]
+                return self._broken(self._call, events) + text[at:]
+            at += 1
         return ""
 
     def _after_call(self) -> None:
