@@ -69,7 +69,7 @@ def test_calibrate_writes_beside_the_weights_what_serving_reads_and_says_how_goo
     flags, checkpoint, data, tmp_path, capsys
 ):
     plot = tmp_path / "reliability.png"
-    few = ["--max-tokens", "60", "--regimes", "greedy,sampled", "--concurrency", "4", "--temperature-only"]
+    few = ["--max-tokens", "50", "--regimes", "greedy,sampled", "--concurrency", "4", "--temperature-only"]
     asked = ["--drafter", str(checkpoint), "--prompts", *data, "--plot", str(plot)]
     assert main(["calibrate", *flags, *asked, *few]) == 0
     shown = capsys.readouterr()
@@ -114,7 +114,7 @@ def test_evaluate_puts_drafters_side_by_side_and_checks_the_text(flags, golden, 
     save_calibration(checkpoint, Calibration({"greedy": scaling, "sampled": scaling}))
     out = tmp_path / "out"
     asked = ["--drafter", str(checkpoint), str(golden / "dflash"), "--data", *data, "--out", str(out)]
-    few = ["--max-tokens", "30", "--thresholds", "0.2,1", "--sweep-prompts", "2", "--check-prompts", "2"]
+    few = ["--max-tokens", "24", "--thresholds", "0.2,1", "--sweep-prompts", "1", "--check-prompts", "2"]
     assert main(["evaluate", *flags, *asked, *few, "--concurrency", "4", "--max-prompts", "3"]) == 0
     found = last_json(capsys.readouterr().out)
     cells = {(c["drafter"], c["dataset"], c["temperature"]): c for c in found["cells"]}
