@@ -19,6 +19,7 @@ from scheduler.actor import SchedulerActor
 from scheduler.config import SchedulerConfig
 from scheduler.core import PrefixScheduler
 from scheduler.ports import Drafter
+from scheduler.refinement import RefinedCurve
 from scheduler.throughput import CostCurve, CurvePoints
 from scheduler.wire import Delta, Request, SamplingParams
 from verifier.actor import VerifierWorker
@@ -34,6 +35,13 @@ GPU_LIKE = CurvePoints(
     widths=(1, 7),
     draft_s=((0.001, 0.001), (0.002, 0.002)),
 )
+
+
+class SteadyCurve(RefinedCurve):
+    """Stays what it was told, whatever this machine's steps take."""
+
+    def observe(self, **_: object) -> None:
+        return
 
 
 @dataclass
@@ -163,7 +171,7 @@ def launch() -> Launch:
         await actor.start()
         engine = RunningEngine(actor, verifier)
         if like_a_gpu:
-            engine.core.drafting.curve = CostCurve(GPU_LIKE, measured_at=0.0)
+            engine.core.drafting.curve = SteadyCurve(CostCurve(GPU_LIKE, measured_at=0.0))
         listener = asyncio.create_task(engine.listen())
         try:
             yield engine
