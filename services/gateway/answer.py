@@ -15,12 +15,12 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from scheduler.errors import Cancelled, InternalFault, ServingError
+from scheduler.errors import Cancelled, InternalFault, ServingError, TooLong
 from scheduler.wire import Delta
 from services.gateway.choice import Choice, Piece
 from services.gateway.config import GatewayConfig
 from services.gateway.engine import EngineClient
-from services.gateway.errors import answer_to, error_body, error_response, outcome_of
+from services.gateway.errors import ContextTooLong, answer_to, error_body, error_response, outcome_of
 from services.gateway.exchange import Exchange
 from services.gateway.jobs import Job
 from services.gateway.live_choices import LiveChoices
@@ -80,6 +80,8 @@ class AnswerResponse(Response):
             return await self._fail(InternalFault("internal error"), scope, receive, send)
 
     async def _fail(self, error: ServingError, scope: Scope, receive: Receive, send: Send) -> tuple[str, int]:
+        if type(error) is TooLong:
+            error = ContextTooLong(str(error), self._job.fields.prompt_field)
         if self._sent_headers:
             await _send_body(send, event(error_body(error)), more=False)
         else:

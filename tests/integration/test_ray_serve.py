@@ -216,6 +216,17 @@ def test_readiness_says_what_a_starting_scheduler_does(served):
     assert served.get("/ready").status_code == 200
 
 
+def test_choices_logprobs_and_request_ids_go_through_serve(served):
+    wanted = {"model": "golden", "prompt": ["abc", "hello"], "n": 2, "seed": 3, "max_tokens": 6, "logprobs": 1}
+    answer = served.post("/v1/completions", json=wanted, headers={"X-Request-Id": "mine-1"})
+    assert answer.status_code == 200 and answer.headers["x-request-id"] == "mine-1"
+    choices = answer.json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert all(len(choice["logprobs"]["tokens"]) == 6 for choice in choices)
+    alone = served.post("/v1/completions", json=wanted | {"prompt": "hello", "n": 1, "seed": 4}).json()
+    assert alone["choices"][0]["text"] == choices[3]["text"]
+
+
 def test_a_stop_id_beyond_the_vocabulary_is_refused_by_the_scheduler_with_its_reason(served):
     response = served.post(CHAT, json=body("x", stop_token_ids=[10_000]))
     assert response.status_code == 400 and response.json()["error"]["param"] == "stop_token_ids"

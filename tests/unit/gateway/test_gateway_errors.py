@@ -69,6 +69,7 @@ async def test_what_the_engine_raises_at_submit_keeps_its_status(bench, make_scr
             response = await client.post(CHAT, json=body(stream=stream))
         found = check_envelope(response, status)
         assert found["message"] == str(error)
+        assert found["param"] == ("messages" if isinstance(error, TooLong) else None)
         assert response.headers.get("retry-after") == retry_after
         assert "x-should-retry" not in response.headers
         assert not scheduler.cancels
