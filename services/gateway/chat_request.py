@@ -62,6 +62,11 @@ class ChatRequest(GenerationFields):
     def prompt_field(self) -> str:
         return "messages"
 
+    @property
+    def asks_for_no_thought(self) -> bool:
+        """`reasoning_effort: none`, the only effort that is taken."""
+        return (self.model_extra or {}).get("reasoning_effort") == "none"
+
     def tool_use(self) -> ToolUse:
         """Raises BadParams."""
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)

@@ -36,6 +36,8 @@ class LoadedModel:
         """The conversation as the chat template renders it. Raises BadParams."""
         messages, tools = [message.for_template() for message in chat.messages], chat.tool_use().for_template()
         variables = self._known(chat.chat_template_kwargs or {})
+        if chat.asks_for_no_thought and "enable_thinking" in self.template.variables:
+            variables.setdefault("enable_thinking", False)
         if not self.dialect.native_calls:
             messages = calls_as_text(messages)
         if self.dialect.native_tools:

@@ -274,6 +274,8 @@ async def test_a_thought_is_split_from_the_answer(ask, width):
     assert (choices[0]["reasoning"], choices[0]["content"]) == ("so 1 < 2", "Yes 😀.")
     choices, _ = await ask("Yes.", width, chat_template_kwargs={"enable_thinking": False})
     assert (choices[0]["reasoning"], choices[0]["content"]) == ("", "Yes.")
+    choices, _ = await ask("Yes.", width, reasoning_effort="none")
+    assert (choices[0]["reasoning"], choices[0]["content"]) == ("", "Yes.")
     choices, _ = await ask("so 1 <", width, eos=False)
     assert (choices[0]["reasoning"], choices[0]["content"], choices[0]["finish"]) == ("so 1 <", "", "length")
 
