@@ -36,7 +36,9 @@ class VerifierWorker:
 
     async def start(self) -> None:
         """Loads the target; raises SettingsError when it cannot."""
-        self._runner = await self._compute(lambda: TargetRunner(self._config))
+        runner = await self._compute(lambda: TargetRunner(self._config))
+        await self._compute(runner.grammars.prepare)
+        self._runner = runner
 
     async def describe(self) -> VerifierInfo:
         return self._loaded().describe()

@@ -6,6 +6,7 @@ beside a step. Which state an automaton is in is automata.py's.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections import OrderedDict
@@ -36,7 +37,7 @@ FIELDS = {
 
 
 class GrammarCompiler:
-    """Thread-safe. folder: the target's, whose tokenizer.json is read on first use.
+    """Thread-safe. folder: the target's, whose tokenizer.json is read by `prepare`, or on first use.
 
     The automata's own end of text is an id that no text and no model has, so that what ends a request is the request's business.
     """
@@ -48,6 +49,12 @@ class GrammarCompiler:
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._loading = threading.Lock()
         self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Reads the tokenizer, which takes a second or so and, unlike compiling, keeps the interpreter's lock. One that does not
+        serve is no error yet."""
+        with contextlib.suppress(BadParams):
+            self._loaded()
 
     @property
     def end_id(self) -> int:

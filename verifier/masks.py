@@ -72,5 +72,9 @@ def _unpacked(words: Words, device: torch.device) -> Tensor:
     """bool [M, 32 W]. On a CPU numpy is several times faster; elsewhere the packed words travel."""
     if device.type == "cpu":
         return torch.from_numpy(np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").view(np.bool_))
-    shifts = torch.arange(_WORD_BITS, dtype=torch.int32, device=device)
-    return (torch.from_numpy(words).to(device)[:, :, None] >> shifts).bitwise_and_(1).flatten(1).to(torch.bool)
+    return _shifted_out(torch.from_numpy(words).to(device))
+
+
+def _shifted_out(words: Tensor) -> Tensor:
+    shifts = torch.arange(_WORD_BITS, dtype=torch.int32, device=words.device)
+    return (words[:, :, None] >> shifts).bitwise_and_(1).flatten(1).to(torch.bool)

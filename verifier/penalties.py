@@ -12,7 +12,7 @@ row k counts only if they are. Knows no law and no acceptance.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,28 +57,26 @@ def changes_logits(params: SamplingParams) -> bool:
 
 
 def penalise(logits: Tensor, requests: Iterable[Judged]) -> None:
-    """Changes the rows of these requests in logits [S, V], in place. Raises ValueError where a history is missing."""
+    """Changes the rows of these requests in contiguous logits [S, V], in place. Raises ValueError where a history is missing."""
     changes = [_change(request) for request in requests]
     if not changes:
         return
-    rows = _joined([c.rows for c in changes]).to(logits.device)
-    ids = _joined([c.ids for c in changes]).to(logits.device)
-    divisor, summand = _joined([c.divisor for c in changes]), _joined([c.summand for c in changes])
-    values = logits[rows, ids]
+    places = np.concatenate([c.rows * logits.shape[-1] + c.ids for c in changes])
+    where = torch.from_numpy(places).to(logits.device)
+    divisor = torch.from_numpy(np.concatenate([c.divisor for c in changes]))
+    summand = torch.from_numpy(np.concatenate([c.summand for c in changes]))
+    flat = logits.view(-1)
+    values = flat.index_select(0, where)
     if bool((divisor != 1).any()):
         divisor = divisor.to(logits.device, logits.dtype)
         values = torch.where(values > 0, values / divisor, values * divisor)
-    logits[rows, ids] = values.add_(summand.to(logits.device, logits.dtype))
+    flat.index_copy_(0, where, values.add_(summand.to(logits.device, logits.dtype)))
 
 
 def change_at(params: SamplingParams, history_ids: IntArray | None, num_output: int) -> tuple[Ints, Floats, Floats]:
     """What happens to the logits of the next token: ids [U], divisors of positive logits (factors of others), summands."""
     change = _change(Judged(params, 0, _NOTHING, history_ids, num_output))
     return change.ids, change.divisor, change.summand
-
-
-def _joined(arrays: Sequence[npt.NDArray[np.generic]]) -> Tensor:
-    return torch.from_numpy(np.concatenate(arrays))
 
 
 def _looks_back(params: SamplingParams) -> bool:

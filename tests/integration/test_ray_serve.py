@@ -9,6 +9,7 @@ import asyncio
 import concurrent.futures
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -230,6 +231,15 @@ def test_choices_logprobs_and_request_ids_go_through_serve(served):
 def test_a_stop_id_beyond_the_vocabulary_is_refused_by_the_scheduler_with_its_reason(served):
     response = served.post(CHAT, json=body("x", stop_token_ids=[10_000]))
     assert response.status_code == 400 and response.json()["error"]["param"] == "stop_token_ids"
+
+
+def test_an_answer_follows_its_grammar_in_both_placements(served):
+    """The verifier compiles it before the request is queued: a call of its own where it is another process."""
+    response = served.post(CHAT, json=body("x", guided_regex="[ab]{2}[0-9]{3}", stop_token_ids=[10]))
+    choice = response.json()["choices"][0]
+    assert re.fullmatch("[ab]{2}[0-9]{3}", choice["message"]["content"]) and choice["finish_reason"] == "stop"
+    refused = served.post(CHAT, json=body("x", guided_regex="[ab", stop_token_ids=[10]))
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "guided_regex"
 
 
 def test_clients_that_drop_leave_nothing_behind(served, expected):
