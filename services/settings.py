@@ -8,17 +8,18 @@ it came from. Builds the frozen settings of the other packages.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError as EnvParseError
 
 from drafter.config import DrafterConfig
@@ -128,13 +129,13 @@ class SpeculationSettings(_Section):
     """What requests may say about their own drafts. modes: rules they may choose, of auto, algorithm1, fixed, threshold and
     off; an empty list lets scheduler.planner hold for all. max_draft_tokens: the most they may ask for; 0 is no bound."""
 
-    modes: tuple[str, ...] = RULES
+    modes: Annotated[tuple[str, ...], NoDecode] = RULES
     max_draft_tokens: int = Field(default=0, ge=0)
 
     @field_validator("modes", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
-        parts = value.split(",") if isinstance(value, str) else value
+        parts = listed(yaml_off(value))
         return [yaml_off(part) for part in parts] if isinstance(parts, list) else parts
 
     @field_validator("modes")
@@ -166,7 +167,7 @@ class GatewaySettings(_Section):
     idle_s: float = Field(default=10.0, gt=0)
     speculation_metrics: Literal["off", "summary", "detailed"] = "summary"
     speculation: SpeculationSettings = SpeculationSettings()
-    served_names: tuple[str, ...] = ()
+    served_names: Annotated[tuple[str, ...], NoDecode] = ()
     max_choices: int = Field(default=64, ge=1)
     max_timeout_s: float = Field(default=3600.0, ge=0)
     tool_format: Literal["auto", "hermes", "llama3_json"] = "auto"
@@ -184,7 +185,7 @@ class GatewaySettings(_Section):
     @field_validator("served_names", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
-        return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+        return listed(value)
 
     @field_validator("served_names")
     @classmethod
@@ -293,6 +294,15 @@ class Settings(BaseSettings):
             cache_dir=self.cache_dir,
             seed=self.seed,
         )
+
+
+def listed(value: Any) -> Any:
+    """A list as a variable or a flag writes it: JSON, or parts separated by commas."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        return json.loads(value)
+    return [part.strip() for part in value.split(",") if part.strip()]
 
 
 def yaml_off(value: Any) -> Any:

@@ -29,7 +29,7 @@ def small_settings(target: Path, drafter: str, cache_dir: Path, **sections: dict
         "model": {"path": str(target), "name": "tiny", "dtype": "float32", "device": "cpu"},
         "drafter": {"checkpoint": drafter, "dtype": "float32", "device": "cpu"},
         "scheduler": {"planner": "fixed:7", "check_integrity": True},
-        "gateway": {"speculation_metrics": "detailed"},
+        "gateway": {"speculation_metrics": "detailed", "access_log": {"to": "off"}},
         "placement": "colocated",
         "threads": 1,
         "cache_dir": str(cache_dir),
