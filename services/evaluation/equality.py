@@ -69,7 +69,9 @@ class TieJudge:
         score is the logit; a seeded one has the noise of the draw added, times the temperature."""
         if self._model is None:
             from transformers import AutoModelForCausalLM
+            from transformers.utils import logging
 
+            logging.disable_progress_bar()
             self._model = AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32)
         ids = [*expected.prompt_ids, *expected.token_ids[:position]]
         pair = torch.tensor([expected.token_ids[position], served.token_ids[position]])

@@ -4,6 +4,7 @@ thresholds, and whether the text is still the target's."""
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -76,10 +77,21 @@ async def _evaluate(
         ) as rollouts:
             one = _OneDrafter(name, chosen, spec, rollouts, judge, plain)
             for temperature in spec.temperatures:
-                evaluation.cells += [await one.cell(dataset, temperature) for dataset in datasets]
+                for dataset in datasets:
+                    evaluation.cells.append(await one.cell(dataset, temperature))
+                    print(_line(evaluation.cells[-1]), file=sys.stderr, flush=True)
                 if spec.sweep_prompts and rollouts.drafter.has_confidence:
                     evaluation.sweeps[name, temperature] = await one.sweep(datasets, temperature)
     return evaluation
+
+
+def _line(cell: Cell) -> str:
+    """What a long run has found so far."""
+    errors = [f"{100 * fit.ece:.1f} %" for fit in (cell.before, cell.after) if fit is not None]
+    found = f"accepted length {accepted_length(cell.rounds):.2f} over {len(cell.rounds)} rounds"
+    return ", ".join(
+        [f"{cell.drafter}, temperature {cell.temperature:g}, {cell.dataset}: {found}", *(f"ECE {e}" for e in errors)]
+    )
 
 
 class _OneDrafter:

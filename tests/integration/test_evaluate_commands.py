@@ -116,7 +116,9 @@ def test_evaluate_puts_drafters_side_by_side_and_checks_the_text(flags, golden, 
     asked = ["--drafter", str(checkpoint), str(golden / "dflash"), "--data", *data, "--out", str(out)]
     few = ["--max-tokens", "24", "--thresholds", "0.2,1", "--sweep-prompts", "1", "--check-prompts", "2"]
     assert main(["evaluate", *flags, *asked, *few, "--concurrency", "4", "--max-prompts", "3"]) == 0
-    found = last_json(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    found = last_json(shown.out)
+    assert shown.err.count("accepted length") == 8
     cells = {(c["drafter"], c["dataset"], c["temperature"]): c for c in found["cells"]}
     assert set(cells) == {(d, s, t) for d in ("vanilla", "dflash") for s in ("few", "more") for t in (0.0, 1.0)}
     for (drafter, _, _), cell in cells.items():
