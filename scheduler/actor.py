@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from scheduler.admit import parse_planner
 from scheduler.config import SchedulerConfig, check_config
 from scheduler.core import PrefixScheduler
-from scheduler.errors import InternalFault, ServingError, ShuttingDown
+from scheduler.errors import Cancelled, InternalFault, ServingError, ShuttingDown
 from scheduler.links import Patience
 from scheduler.loop import ServingLoop
 from scheduler.mailbox import Mailbox, Subscription
@@ -79,7 +79,10 @@ class SchedulerActor:
         """Queues the request; raises Rejected kinds, or ShuttingDown. One with a grammar is queued once that is compiled."""
         self._check(request)
         if request.params.grammar is not None:
+            awaited = self.is_subscribed(request.subscriber)
             await self._verifier.check_grammar(request.params.grammar)
+            if awaited and not self.is_subscribed(request.subscriber):
+                raise Cancelled("the client went away while its grammar was compiled")
         loop = self._running()
         now = self._clock()
         if not loop.core.has_work:

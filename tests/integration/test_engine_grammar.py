@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.errors import BadParams
-from scheduler.wire import FinishReason, Grammar, SamplingParams
+from scheduler.errors import BadParams, Cancelled
+from scheduler.wire import FinishReason, Grammar, Request, SamplingParams
 from tests.integration.scripted_drafter import ScriptedDrafter, right
 from tests.unit.grammar_vocabulary import END, save_vocabulary, text_of
 
@@ -183,6 +183,36 @@ async def test_compiling_a_grammar_waits_for_no_step(launch, target: Path) -> No
         finally:
             release.set()
             await held
+
+
+async def test_a_grammar_that_compiles_too_long_is_refused_and_steps_go_on(
+    launch, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verifier.actor.COMPILE_S", 0.0)
+    words = [f"{i:05d}" for i in range(20_000)]
+    async with launch(target, None) as engine:
+        with pytest.raises(BadParams, match="not compiled within 0 s; make it simpler"):
+            await engine.submit([1], replace(GUIDED, grammar=Grammar("json_schema", json.dumps({"enum": words}))))
+        free = (await engine.ask([[1]], replace(GUIDED, grammar=None, stop_ids=(), max_tokens=5)))[0]
+    assert len(free.token_ids) == 5
+
+
+async def test_a_client_that_leaves_while_its_grammar_is_compiled_leaves_nothing_behind(launch, target: Path) -> None:
+    async with launch(target, None) as engine:
+        compiled = asyncio.Event()
+
+        async def slow(grammar: Grammar) -> None:
+            await compiled.wait()
+
+        engine.verifier.check_grammar = slow
+        stream = engine.actor.subscribe("leaves")
+        submitted = asyncio.create_task(engine.actor.submit(Request("r", (1,), GUIDED, subscriber="leaves")))
+        await asyncio.sleep(0)
+        await stream.aclose()
+        compiled.set()
+        with pytest.raises(Cancelled, match="went away"):
+            await submitted
+        assert not engine.core.has_work
 
 
 def assert_same(answers: list, expected: list) -> None:
