@@ -34,6 +34,10 @@ vanish: $(VENV)/.dev
 gateway-cost: $(VENV)/.dev
 	$(BIN)/python -m tests.gateway_cost $(GATEWAY_COST_FLAGS)
 
+# a two-layer target from nothing, its answers, a trained drafter (a few minutes on two cores)
+train-demo: $(VENV)/.serve
+	$(BIN)/python -m tests.train_demo $$(mktemp -d)
+
 bench: $(VENV)/.serve
 	$(BIN)/dspark bench
 

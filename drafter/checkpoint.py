@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -202,5 +203,7 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[s
         os.replace(unfinished, folder / "model.safetensors")
         unfinished.write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n")
         os.replace(unfinished, folder / "config.json")
+    except (OSError, SafetensorError) as error:
+        raise SettingsError(f"could not write {folder}: {error}") from None
     finally:
         unfinished.unlink(missing_ok=True)

@@ -36,6 +36,7 @@ def add_prepare(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-tokens", type=int, default=256, help="of an answer")
     command.add_argument("--max-prompt-tokens", type=int, default=192, help="of a first turn")
     command.add_argument("--rows", type=int, default=64, help="answers written at once")
+    command.add_argument("--minutes", type=float, default=0, help="stop earlier; run again to go on")
     command.add_argument("--part", type=_part, default="0/1", help="i/n: this process writes every n-th answer")
     command.add_argument("--keep-states", action="store_true", help="also write the states of --layers to disk")
     command.add_argument("--layers", type=_integers, default="", help="target layers whose states are kept")
@@ -56,7 +57,7 @@ def add_train(command: argparse.ArgumentParser) -> None:
 def _set_run(command: argparse.ArgumentParser, name: str, run: Callable[[argparse.Namespace], None]) -> None:
     def go(options: argparse.Namespace) -> None:
         if options.recipe:
-            from_file = command.parse_args(_recipe_flags(options.recipe, command))
+            from_file = command.parse_args(recipe_flags(options.recipe, command))
             options = _overridden(from_file, options, command)
         names = {**vars(options), "run": getattr(options, "run_folder", None)}
         missing = [key for key in _REQUIRED[name] if names[key] in (None, "", ())]
@@ -66,7 +67,7 @@ def _set_run(command: argparse.ArgumentParser, name: str, run: Callable[[argpars
             options.target = str(demo_target())
         run(options)
 
-    command.set_defaults(run=go)
+    command.set_defaults(run=go, parser=command)
 
 
 def _overridden(
@@ -80,7 +81,7 @@ def _overridden(
     return recipe
 
 
-def _recipe_flags(path: Path, command: argparse.ArgumentParser) -> list[str]:
+def recipe_flags(path: Path, command: argparse.ArgumentParser) -> list[str]:
     """A recipe's keys as flags."""
     try:
         rows = yaml.safe_load(path.read_text())
@@ -181,6 +182,7 @@ def _prepare_config(options: argparse.Namespace) -> PrepareConfig:
         max_tokens=options.max_tokens,
         max_prompt_tokens=options.max_prompt_tokens,
         rows=options.rows,
+        minutes=options.minutes,
         part=options.part,
         seed=options.seed,
         dtype=options.dtype,

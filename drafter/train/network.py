@@ -73,7 +73,7 @@ class DraftNetwork(nn.Module):
         self.norm = Weight(decoder.hidden_size)
         self._add_modules(len(ids))
         row_of = torch.full((num_ids,), len(ids), dtype=torch.int64, device=device)
-        row_of[ids] = torch.arange(len(ids), device=device)
+        row_of.index_copy_(0, ids, torch.arange(len(ids), device=device))
         frozen = {
             "embed_tokens": embed_tokens,
             "lm_head": lm_head,

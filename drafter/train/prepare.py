@@ -45,6 +45,7 @@ class PrepareConfig:
     capture: layers whose states are kept on disk as the answers are written; empty keeps none, training recomputes them.
     temperatures: (temperature, weight) of the answers' sampling, one drawn per conversation. max_tokens: of an answer,
     max_prompt_tokens: of a first turn, max_len: of a conversation (0: one turn's worth, times four for more turns).
+    minutes: ask no more after this long; answers in flight are dropped, the next run asks them again. 0 never stops.
     part: (index, count): this process answers every count-th prompt, so that several can write into one folder.
     """
 
@@ -60,6 +61,7 @@ class PrepareConfig:
     max_prompt_tokens: int = 192
     max_len: int = 0
     rows: int = 64
+    minutes: float = 0.0
     part: tuple[int, int] = (0, 1)
     seed: int = 0
     dtype: str = "auto"
@@ -128,6 +130,8 @@ def _write(config: PrepareConfig, writer: AnswerWriter, conversations: Conversat
         rate = num_tokens / (time.monotonic() - began)
         counts = {"answer_tokens": num_tokens, "tokens_per_s": round(rate, 1), "failed": num_failed}
         progress.show(num_done, **counts)
+        if config.minutes > 0 and time.monotonic() - began > config.minutes * 60:
+            break
     shards.close()
     progress.finish(num_done, **counts)
     return {"answers": num_done, **counts}

@@ -1,0 +1,88 @@
+"""A drafter from nothing: `python -m tests.train_demo FOLDER` (`make train-demo`), a few minutes on two cores.
+
+Makes a two-layer target of random weights with a tokenizer, then runs the commands of the README on it: `dspark prepare` and
+`dspark train`; the drafter must accept more than its untrained self, load for serving, and be exactly what the run says.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from drafter.checkpoint import load_checkpoint
+from services.cli import main as dspark
+
+VOCABULARY = 256
+
+
+def make_target(folder: Path) -> None:
+    """Random weights large enough for laws with a clear favourite, and a chat template of one word per token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.35,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1")
+    tokenizer.chat_template = "{% for m in messages %} w2 {{ m['content'] }} w3 {% endfor %}"
+    tokenizer.save_pretrained(folder)
+
+
+def make_prompts(path: Path, count: int) -> None:
+    random = torch.Generator().manual_seed(1)
+    rows = [torch.randint(4, VOCABULARY, (4,), generator=random).tolist() for _ in range(count)]
+    path.write_text("\n".join(json.dumps({"turns": [" ".join(f"w{i}" for i in row)]}) for row in rows))
+
+
+def run(folder: Path, *, count: int = 600, steps: int = 300) -> tuple[float, float]:
+    """Accepted length at T 0 on held-out prompts after the first and the last step."""
+    target, data, prompts = folder / "target", folder / "data", folder / "prompts.jsonl"
+    make_target(target)
+    make_prompts(prompts, count)
+    shared = ["--target", str(target), "--data", str(data), "--dtype", "float32", "--device", "cpu"]
+    prepare = ["prepare", *shared, "--prompts", str(prompts), "--shares", "none", "--max-tokens", "48"]
+    assert dspark(prepare) == 0
+    shape = ["--layers", "0", "--mask-token-id", "0", "--markov-rank", "32", "--draft-vocabulary", "0"]
+    training = [
+        "train",
+        *shared,
+        *shape,
+        "--run",
+        str(folder / "run"),
+        "--max-len",
+        "128",
+        "--positions-per-step",
+        "1500",
+    ]
+    training += ["--held-out-every", "10", "--cache", str(folder / "cache"), "--muon-lr", "0.01"]
+    assert dspark([*training, "--steps", str(steps), "--minutes", "0.001"]) == 0
+    assert dspark([*training, "--steps", str(steps), "--out", str(folder / "drafter")]) == 0
+    checkpoint = load_checkpoint(folder / "drafter", target, torch.float32, torch.device("cpu"))
+    assert checkpoint.arch.kind == "dspark-vanilla"
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    measured = [row["held_out"]["tau_greedy"] for row in rows if "held_out" in row]
+    return measured[0], measured[-1]
+
+
+if __name__ == "__main__":
+    first, last = run(Path(sys.argv[1]))
+    print(json.dumps({"tau_greedy_first": first, "tau_greedy_last": last}))
+    sys.exit(0 if last > first + 0.1 else "the drafter has not learnt")
