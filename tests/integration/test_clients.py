@@ -88,6 +88,17 @@ def test_openai_helper_for_streams_gathers_the_same_message(client):
         stream.get_final_completion()
 
 
+def test_choices_of_one_prompt_compute_it_once(client, server):
+    """Three choices: two find the prompt's whole blocks in the prefix cache, also when nobody asked for it before."""
+    text = "choices share the blocks of this prompt, which is long enough to have several of them"
+    before = server.ask(server.engine.snapshot())
+    answer = client.chat.completions.create(**greedy(n=3, messages=[{"role": "user", "content": text}], max_tokens=4))
+    after = server.ask(server.engine.snapshot())
+    whole_blocks = (answer.usage.prompt_tokens - 1) // 16 * 16
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0, "the first computes it"
+    assert after.prefix_hit_tokens - before.prefix_hit_tokens == 2 * whole_blocks > 0
+
+
 async def test_openai_async_many_at_once(server):
     async with openai.AsyncOpenAI(base_url=server.url, api_key="unused", max_retries=0) as client:
         stream = await client.chat.completions.create(**greedy(), stream=True)
