@@ -57,4 +57,4 @@ def _bad_params(error: ValidationError) -> BadParams:
 
 
 def _is_union_arm(part: str | int) -> bool:
-    return isinstance(part, str) and ("[" in part or part in ("str", "int"))
+    return isinstance(part, str) and ("[" in part or part in ("str", "int") or part.startswith("constrained-"))
