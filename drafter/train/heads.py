@@ -83,7 +83,9 @@ class MarkovHead(nn.Module):
             gate, candidate, output = joint.split(self.rank, dim=1)
             outputs.append(output.tanh())
             state = torch.lerp(candidate.tanh(), state, gate.sigmoid())
-        return torch.stack(outputs, dim=1)[steps < length.unsqueeze(1)]
+        width = max(lengths)
+        inside = torch.cat([torch.arange(block * width, block * width + n) for block, n in enumerate(lengths)])
+        return torch.stack(outputs, dim=1).flatten(0, 1).index_select(0, inside.to(hidden.device))
 
 
 class ConfidenceHead(nn.Module):

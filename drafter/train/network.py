@@ -150,10 +150,10 @@ class DraftNetwork(nn.Module):
     @torch.no_grad()
     def checkpoint_tensors(self, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
         """What `write_checkpoint` takes: names and shapes of the DeepSpec format, features read raw."""
-        tensors = {name: parameter.detach().to(dtype) for name, parameter in self.named_parameters()}
-        tensors |= {name: tensor.to(dtype) for name, tensor in self._folded().items()}
+        tensors = {name: parameter.detach().to("cpu", dtype) for name, parameter in self.named_parameters()}
+        tensors |= {name: tensor.to("cpu", dtype) for name, tensor in self._folded().items()}
         if self.reduced:
-            tensors[VOCABULARY] = self.draft_vocab_ids.to(torch.int32)
+            tensors[VOCABULARY] = self.draft_vocab_ids.to("cpu", torch.int32)
         return tensors
 
     @torch.no_grad()

@@ -15,6 +15,7 @@ from drafter.backbone import Backbone
 from drafter.block_attention import BlockStart
 from drafter.checkpoint import Checkpoint, load_checkpoint, read_drafter, write_checkpoint
 from drafter.heads import build_heads
+from drafter.train import loop
 from drafter.train.blocks import build_batch
 from drafter.train.loop import batch_loss
 from drafter.train.loss import LossConfig
@@ -156,3 +157,21 @@ def test_training_may_go_on_from_a_checkpoint(trained: tuple[DraftNetwork, Check
     other = replace(config, shape=replace(shape, num_layers=shape.num_layers + 1))
     with pytest.raises(SettingsError, match=r"init_from: .* has decoder"):
         build_network(other, folder)
+
+
+def test_every_tensor_of_a_step_lies_on_the_device_of_the_network(
+    trained: tuple[DraftNetwork, Checkpoint, States], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the meta device, which mixes with no other: a tensor left on the CPU is an error there as it is on a GPU."""
+    network, _, states = trained
+    meta = torch.device("meta")
+    ids = network.draft_vocab_ids if network.reduced else None
+    moved = type(network)(
+        network.arch, network.embed_tokens.to(meta), network.lm_head.to(meta), ids, network.feature_scale, max_len=64
+    )
+    # numbers of a step are read for the log; on this device there are none
+    monkeypatch.setattr(loop, "float", lambda value: 0.0, raising=False)
+    batch = build_batch([(states, torch.arange(3, 17), 5), (random_states(1, 15), torch.arange(3, 9), 2)], 4.0)
+    loss, _ = batch_loss(moved, batch.to(meta), LossConfig(kl=0.1))
+    loss.backward()
+    assert all(p.grad is not None and p.grad.device == meta for p in moved.parameters())
