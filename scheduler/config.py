@@ -18,6 +18,8 @@ class SchedulerConfig:
     priority_aging_s: seconds of waiting that are worth one level of priority: among requests that wait, one of priority p comes
         before those of priority 0 that arrived up to p times so long before it. 0 ignores priorities.
     max_wait_s: a request that has waited so long for its first place fails as overloaded; 0 lets it wait until its deadline.
+    pipeline_depth: 2 lets one half of the requests draft while the other half is verified, where that pays; for workers on
+        devices of their own.
     default_timeout_s: deadline of requests that bring none; 0 is none.
     worker_timeout_s: a worker that makes no progress for so long during a call counts as lost; a slow one does not.
     recover_timeout_s: how long requests wait for a lost verifier before they fail.
@@ -30,6 +32,7 @@ class SchedulerConfig:
     max_waiting: int = 256
     prefill_chunk: int = 256
     longest_step_s: float = 0.0
+    pipeline_depth: int = 1
     prefix_cache: bool = True
     priority_aging_s: float = 30.0
     max_wait_s: float = 0.0
@@ -47,6 +50,7 @@ _LEAST = {
     "longest_step_s": 0,
     "priority_aging_s": 0,
     "max_wait_s": 0,
+    "pipeline_depth": 1,
     "default_timeout_s": 0,
     "worker_timeout_s": 0.1,
     "recover_timeout_s": 0,

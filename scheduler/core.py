@@ -88,7 +88,7 @@ class PrefixScheduler:
         live = self.residency.get(request_id)
         if live is None:
             return None
-        if self._pending is not None and any(share.live is live for share in self._pending.shares):
+        if self._pending is not None and live in self._pending:
             live.cancelled = True
             return None
         return self._end(live, FinishReason.CANCELLED)
@@ -129,23 +129,33 @@ class PrefixScheduler:
 
     # -- the verbs --
 
-    def choose_drafts(self) -> DraftCall:
-        """Who drafts this step, and how wide: the first half of `draft`."""
+    def choose_drafts(self, cohort: int | None = None) -> DraftCall:
+        """Who drafts this step, and how wide: the first half of `draft`.
+
+        cohort: with two steps in flight, whose step it is; the other one's may be between plan and apply meanwhile.
+        """
+        if cohort is not None:
+            self.residency.balance(cohort)
         return self.drafting.choose(
-            list(self.residency.live.values()),
+            self.residency.members(cohort),
             epoch=self._epoch,
             step=self._num_planned + 1,
-            backlog=self.residency.prefill_backlog(),
+            backlog=self.residency.prefill_backlog(cohort),
+            hidden=cohort is not None,
         )
+
+    def overlap_pays(self) -> bool:
+        """Two cohorts, one drafting while the other is verified, are expected to emit more than all at once."""
+        return self.drafting.overlap_pays([live for live in self.residency.live.values() if live.decodes])
 
     def check_drafts(self, call: DraftCall, drafts: Sequence[Draft]) -> None:
         """Raises DrafterLost when they are not an answer to `call`."""
         check_answer(call, drafts, self.verifier.vocab_size)
 
-    def plan(self, drafts: Sequence[Draft], now: float) -> Plan:
+    def plan(self, drafts: Sequence[Draft], now: float, cohort: int | None = None) -> Plan:
         """The step to verify. Until `apply` or a loss, asking again gives the same plan."""
         if self._pending is None:
-            self._pending = self._make_step(drafts, now)
+            self._pending = self._make_step(drafts, now, cohort)
         return self._pending.plan
 
     def apply(self, verdicts: Sequence[Verdict]) -> list[Delta]:
@@ -280,8 +290,8 @@ class PrefixScheduler:
             block_size=self.verifier.block_size,
         )
 
-    def _make_step(self, drafts: Sequence[Draft], now: float) -> PendingStep:
-        schedule = self.residency.schedule(now, self._prefill_budget())
+    def _make_step(self, drafts: Sequence[Draft], now: float, cohort: int | None) -> PendingStep:
+        schedule = self.residency.schedule(now, self._prefill_budget(), cohort)
         self.ledger.num_preemptions += schedule.num_preempted
         self._num_planned += 1
         for live in schedule.admitted:
@@ -297,7 +307,8 @@ class PrefixScheduler:
         )
         num_drafts = sum(p.num_admitted for p in proposals)
         predicted_s = self.drafting.predicted_s(load, num_drafts) if shares else None
-        return PendingStep(plan, shares, load.context_len, predicted_s)
+        call = self.drafting.call
+        return PendingStep(plan, shares, load.context_len, predicted_s, len(call.asks), call.width, self.drafting.shut)
 
     def _prefill_budget(self) -> int:
         decoding = [live for live in self.residency.live.values() if live.decodes]
@@ -392,14 +403,14 @@ class PrefixScheduler:
             num_tokens=pending.plan.num_tokens,
             num_prefill_tokens=sum(share.num_tokens for share in shares if not share.is_round),
             num_rounds=len(outcome.verified),
-            num_drafting=len(self.drafting.call.asks),
-            width=self.drafting.call.width,
+            num_drafting=pending.num_drafting,
+            width=pending.width,
             num_drafted=sum(share.proposal.num_drafted for share in shares if share.proposal is not None),
             verified_lengths=tuple(outcome.verified),
             accepted_lengths=tuple(outcome.accepted),
             num_round_tokens=outcome.num_round_tokens,
             num_emitted=outcome.num_emitted,
-            gate_shut=self.drafting.shut,
+            gate_shut=pending.gate_shut,
             context_len=pending.context_len,
             tokens_of_class={name: tuple(counts) for name, counts in outcome.tokens_of_class.items()},
             predicted_s=pending.predicted_s,

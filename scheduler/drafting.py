@@ -27,6 +27,8 @@ from scheduler.throughput import CostCurve
 from scheduler.wire import Draft, DraftAsk, DrafterInfo
 
 _HOST_MEMORY = 0.05
+# Two cohorts must promise to be so much sooner through, for each step has a cost of its own.
+_OVERLAP_PAYS = 0.95
 # A shut gate is asked again after so many steps, or when someone comes or goes: asking costs a percent of a step.
 _ASK_AGAIN = 8
 # Prompt tokens per step that every longest step allows, so that prompts advance.
@@ -90,6 +92,9 @@ class Drafting:
         self._stated: Probabilities = np.zeros((0, 0))
         self._believed: Probabilities = np.zeros((0, 0))
         self._host_s = 0.0
+        self._hidden = False
+        self._usual_width = info.width if info is not None else 0
+        self._usual_verified = 1.0
         self._asleep_until = 0
         self._num_asleep = 0
         if info is not None:
@@ -145,8 +150,12 @@ class Drafting:
             self._outlook.forget(live.slot)
         self._last_drafted[live.slot] = step
 
-    def choose(self, residents: Sequence[Live], *, epoch: int, step: int, backlog: int) -> DraftCall:
-        """backlog: prompt tokens that will be in the step."""
+    def choose(
+        self, residents: Sequence[Live], *, epoch: int, step: int, backlog: int, hidden: bool = False
+    ) -> DraftCall:
+        """backlog: prompt tokens that will be in the step. hidden: another step is verified meanwhile, so that a draft costs
+        only what it takes longer than that."""
+        self._hidden = hidden
         self._asked.clear()
         self._probe = None
         self.call = DraftCall()
@@ -211,7 +220,7 @@ class Drafting:
         if self.curve is None:
             return None
         verify_s = float(self.curve.verify_seconds(load.num_tokens + num_drafts, 1, load.context_len)[0])
-        return verify_s + self._draft_s()
+        return verify_s + self.curve.draft_seconds(len(self.call.asks), self.call.width)
 
     def observe(self, proposals: Sequence[Proposal], num_accepted: Sequence[int], step: int) -> None:
         """What the target accepted of each proposal."""
@@ -221,6 +230,7 @@ class Drafting:
         if not proposals:
             return
         num_verified = np.array([p.num_admitted for p in proposals])
+        self._usual_verified += _HOST_MEMORY * (float(num_verified.mean()) - self._usual_verified)
         accepted = np.asarray(num_accepted)
         self._estimates.observe(
             slots=_slots([p.live for p in proposals]),
@@ -252,6 +262,26 @@ class Drafting:
                 width=step.width,
                 draft_s=step.draft_s,
             )
+
+    def overlap_pays(self, decoding: Sequence[Live]) -> bool:
+        """Whether two halves, one drafting while the other is verified, are through sooner than all in one step.
+
+        They are where verifying costs by the token; where it costs the same for half as many, they are not.
+        """
+        count = len(decoding)
+        if count < 2 or not self.active or self.shut:
+            return False
+        if self.curve is None:
+            return True
+        context_len = sum(live.num_computed for live in decoding) / count
+        tokens = 1.0 + self._usual_verified
+
+        def seconds(num_requests: int) -> tuple[float, float]:
+            assert self.curve is not None
+            verify_s = self.curve.verify_seconds(round(num_requests * tokens), 1, context_len)[0]
+            return self.curve.draft_seconds(num_requests, self._usual_width), float(verify_s)
+
+        return 2 * max(seconds((count + 1) // 2)) < _OVERLAP_PAYS * sum(seconds(count))
 
     def prefill_budget(self, *, most: int, longest_s: float, num_decoding: int, context_len: float) -> int:
         """Prompt tokens that may join the next step so that it takes at most longest_s, as far as the curve knows."""
@@ -310,6 +340,8 @@ class Drafting:
         caps = np.array([self._cap(candidates[row]) for row in weighed])
         verify_s = self._verify_seconds(load, len(fixed) * fixed_width, len(weighed) * self.info.width + 1)
         table = self.curve.draft_table(len(candidates), self.info.width)
+        if self._hidden:
+            table = np.maximum(0.0, table - verify_s[0])
         choice = self._gate.choose(
             step=step,
             survival=survivals(confidence=self._estimates.rates(slots), caps=caps),
@@ -341,6 +373,7 @@ class Drafting:
         for live in chosen:
             self._asked[live.request.request_id] = live
             self._last_drafted[live.slot] = step
+        self._usual_width = width
         self.call = DraftCall(tuple(live.ask(with_tokens=self.info.needs_tokens) for live in chosen), width)
 
     def _confidence(self, proposals: Sequence[Proposal]) -> Probabilities:
@@ -367,7 +400,9 @@ class Drafting:
     def _step_seconds(self, load: StepLoad, more_tokens: int, count: int) -> Seconds | None:
         if self.curve is None:
             return None
-        return self._verify_seconds(load, more_tokens, count) + (self._draft_s() + self._host_s)
+        seconds = self._verify_seconds(load, more_tokens, count)
+        draft_s = max(0.0, self._draft_s() - seconds[0]) if self._hidden else self._draft_s()
+        return seconds + (draft_s + self._host_s)
 
     def _verify_seconds(self, load: StepLoad, more_tokens: int, count: int) -> Seconds:
         """[count] seconds of a step of that load and 0, 1, 2 ... tokens more, less what its prompt tokens take.

@@ -22,7 +22,7 @@ class Live:
     num_chained: leading blocks of the table that belong to the prefix cache; `chain` is that prefix's name there.
     epoch: drafter epoch in which all its rows were captured; another epoch than the current means an incomplete context.
     cached_tokens: prompt tokens that came from the prefix cache when it was first admitted.
-    slot: its row in the acceptance estimates while it holds blocks.
+    slot: its row in the acceptance estimates while it holds blocks. cohort: 0 or 1, which of two steps in flight it is in.
     rank: its place among all requests, less is earlier: (arrival less what its priority is worth in seconds, number of its
         arrival). It never changes, so whoever waits overtakes later arrivals of a higher priority in time.
     """
@@ -41,6 +41,7 @@ class Live:
     epoch: int = -1
     slot: int = -1
     rank: tuple[float, int] = (0.0, 0)
+    cohort: int = 0
     cached_tokens: int = 0
     admitted_s: float | None = None
     cancelled: bool = False

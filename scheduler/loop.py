@@ -3,6 +3,9 @@
 A lost drafter means plain decoding until it is back. A lost verifier means that everyone is recomputed once it is back, or
 fails when it stays away too long. A fault of our own fails the requests it touched, and the loop goes on. Must not know what a
 plan is made of.
+
+With pipeline_depth 2, and where it pays, the requests are two cohorts: while one is verified (in flight) the other drafts. Only
+the draft overlaps; a cohort is planned after the other one's step was applied, so there is one plan at a time.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 from scheduler.config import SchedulerConfig
 from scheduler.core import PrefixScheduler
@@ -22,9 +27,20 @@ from scheduler.wire import Delta, Draft, Plan, Verdict
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _MAX_STRIKES = 3
 _FIRST_RETRY_S = 0.05
 _LONGEST_RETRY_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that is being verified; draft_s and plan_s: what it took so far."""
+
+    verify: asyncio.Task[tuple[list[Verdict] | None, float]]
+    draft_s: float
+    plan_s: float
 
 
 class ServingLoop:
@@ -50,6 +66,8 @@ class ServingLoop:
         self._config = config
         self._clock = clock
         self._strikes = 0
+        self._cohort = 0
+        self._flight: _Flight | None = None
         self._changes: list[tuple[Callable[[], None], asyncio.Future[None]]] = []
 
     async def run(self) -> None:
@@ -57,13 +75,19 @@ class ServingLoop:
         while True:
             try:
                 await self._wait_for_work()
+                if self._overlaps():
+                    await self._overlapped_step()
+                    continue
+                await self._land()
                 self._begin()
                 if self.core.has_work:
                     await self._step()
             except Exception as fault:
                 logger.exception("a step failed")
+                await self._abandon_flight()
                 self._emit(self.core.reset(InternalFault(f"the scheduler failed: {fault}")))
-            await asyncio.sleep(0)
+            finally:
+                await asyncio.sleep(0)
 
     async def _step(self) -> None:
         """draft -> plan -> verify -> apply, then emit."""
@@ -88,6 +112,55 @@ class ServingLoop:
             apply_s=clock() - verified,
         )
 
+    def _overlaps(self) -> bool:
+        return self._config.pipeline_depth > 1 and self.core.overlap_pays()
+
+    async def _overlapped_step(self) -> None:
+        """One cohort drafts while the other one's step is verified and applied; then it is planned and sent off."""
+        core, clock = self.core, self._clock
+        self._cohort = 1 - self._cohort
+        began = clock()
+        call = core.choose_drafts(self._cohort)
+        chosen = clock()
+        draft = asyncio.create_task(_timed(lambda: self._draft(call), clock))
+        try:
+            await self._land()
+        except asyncio.CancelledError:
+            draft.cancel()
+            raise
+        finally:
+            await asyncio.wait({draft})
+        drafts, draft_s = draft.result()
+        self._begin()
+        planning = clock()
+        plan = core.plan(drafts, planning, self._cohort)
+        if not plan.extensions:
+            core.drop_plan()
+            if core.has_work:
+                await self._step()  # everyone belongs to the other cohort, or has just come
+            return
+        plan_s = chosen - began + clock() - planning
+        self._flight = _Flight(asyncio.create_task(_timed(lambda: self._verify(plan), clock)), draft_s, plan_s)
+
+    async def _land(self) -> None:
+        """Waits for the step in flight, if any, and applies it."""
+        if self._flight is None:
+            return
+        flight = self._flight
+        verdicts, verify_s = await flight.verify
+        self._flight = None
+        if verdicts is None:
+            return
+        began = self._clock()
+        self._emit(self.core.apply(verdicts))
+        self._record(draft_s=flight.draft_s, plan_s=flight.plan_s, verify_s=verify_s, apply_s=self._clock() - began)
+
+    async def _abandon_flight(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.verify.cancel()
+            await asyncio.wait({flight.verify})
+
     def wake(self) -> None:
         """There may be something to do."""
         self._something.set()
@@ -103,6 +176,7 @@ class ServingLoop:
         """After `run` was cancelled."""
         for _, done in self._changes:
             done.cancel()
+        await self._abandon_flight()
         await self.drafter.stop()
 
     async def _wait_for_work(self) -> None:
@@ -205,6 +279,12 @@ class ServingLoop:
         self.core.record(stats)
         if self._config.check_integrity:
             self.core.check_integrity()
+
+
+async def _timed(work: Callable[[], Awaitable[T]], clock: Callable[[], float]) -> tuple[T, float]:
+    """The result, and the seconds it took."""
+    began = clock()
+    return await work(), clock() - began
 
 
 def _blame(error: Exception) -> ServingError:

@@ -65,6 +65,17 @@ class Residency:
         if self.waiting.remove(request_id) is None and self.live.pop(request_id, None) is not None:
             self._vacate(live)
 
+    def members(self, cohort: int | None) -> list[Live]:
+        """Residents of that cohort, oldest first; all where None."""
+        return [live for live in self.live.values() if cohort is None or live.cohort == cohort]
+
+    def balance(self, cohort: int) -> None:
+        """Hands the youngest of this cohort to the other one, until they differ by one at most."""
+        members = self.members(cohort)
+        surplus = max(0, len(members) - (len(self.live) + 1) // 2)
+        for live in members[len(members) - surplus :]:
+            live.cohort = 1 - cohort
+
     def expired(self, now: float) -> list[Live]:
         if now < self._next_deadline_s:
             return []
@@ -82,18 +93,21 @@ class Residency:
             and self._blocked != (head.request.request_id, self.tables.num_available)
         )
 
-    def prefill_backlog(self) -> int:
-        """Prompt tokens that the next step will compute; an estimate, made before admission."""
-        backlog = sum(live.lag for live in self.live.values() if not live.decodes)
+    def prefill_backlog(self, cohort: int | None = None) -> int:
+        """Prompt tokens that the cohort's next step will compute; an estimate, made before admission."""
+        backlog = sum(live.lag for live in self.members(cohort) if not live.decodes)
         if self.may_admit and self.waiting.head is not None:
             backlog += self.waiting.head.lag
         return min(backlog, self._config.prefill_chunk)
 
-    def schedule(self, now: float, budget: int) -> Schedule:
-        """Everyone's known tokens for this step, in the order of ranks, each with its blocks. budget: most prompt tokens."""
+    def schedule(self, now: float, budget: int, cohort: int | None = None) -> Schedule:
+        """The cohort's known tokens for this step, in the order of ranks, each with its blocks. budget: most prompt tokens.
+
+        Who is admitted joins the cohort; of two, the one that is not larger admits.
+        """
         num_preempted = 0
         chunks: list[Chunk] = []
-        for live in sorted(self.live.values(), key=rank_of):
+        for live in sorted(self.members(cohort), key=rank_of):
             if live.request.request_id not in self.live:
                 break  # it was preempted below, and so were all after it
             num_tokens = 1 if live.lag == 1 else min(live.lag, budget)
@@ -103,7 +117,10 @@ class Residency:
             if live.request.request_id in self.live:
                 chunks.append(Chunk(live, num_tokens))
                 budget -= num_tokens if live.lag > 1 else 0
-        admitted = [] if num_preempted else self._admit(chunks, budget, now)
+        smaller = cohort is None or 2 * len(self.members(cohort)) <= len(self.live)
+        admitted = self._admit(chunks, budget, now) if smaller and not num_preempted else []
+        for live in admitted:
+            live.cohort = cohort if cohort is not None else live.slot % 2
         return Schedule(chunks, admitted, num_preempted)
 
     def evict_all(self) -> None:

@@ -33,12 +33,18 @@ class Share:
 
 @dataclass(slots=True)
 class PendingStep:
-    """Between plan and apply."""
+    """Between plan and apply. num_drafting, width, gate_shut: as in StepStats."""
 
     plan: Plan
     shares: list[Share]
     context_len: float
     predicted_s: float | None
+    num_drafting: int
+    width: int
+    gate_shut: bool
+
+    def __contains__(self, live: Live) -> bool:
+        return any(share.live is live for share in self.shares)
 
 
 @dataclass(slots=True)

@@ -77,6 +77,7 @@ class SchedulerSettings(_Section):
     max_waiting: int = Field(default=256, ge=0)
     prefill_chunk: int = Field(default=256, ge=1)
     longest_step_s: float = Field(default=0.0, ge=0)
+    pipeline_depth: int = Field(default=2, ge=1, le=2)
     prefix_cache: bool = True
     priority_aging_s: float = Field(default=30.0, ge=0, le=1e6)
     max_wait_s: float = Field(default=0.0, ge=0)
@@ -247,7 +248,10 @@ class Settings(BaseSettings):
         return str(shipped) if shipped is not None else "ngram"
 
     def scheduler_config(self) -> SchedulerConfig:
-        return SchedulerConfig(**self.scheduler.model_dump())
+        values = self.scheduler.model_dump()
+        if self.placement != "split":
+            values["pipeline_depth"] = 1  # one device has nothing to do at the same time
+        return SchedulerConfig(**values)
 
     def gateway_config(self) -> GatewayConfig:
         names = GatewayConfig.__dataclass_fields__
