@@ -27,6 +27,7 @@ from scheduler.throughput import CostCurve
 from scheduler.wire import Draft, DraftAsk, DrafterInfo
 
 _HOST_MEMORY = 0.05
+_MOST_HOST_S = 0.1
 # Two cohorts must promise to be so much sooner through, for each step has a cost of its own.
 _OVERLAP_PAYS = 0.95
 # A shut gate is asked again after so many steps, or when someone comes or goes: asking costs a percent of a step.
@@ -91,7 +92,7 @@ class Drafting:
         self._probe: Live | None = None
         self._stated: Probabilities = np.zeros((0, 0))
         self._believed: Probabilities = np.zeros((0, 0))
-        self._host_s = 0.0
+        self.host_s = 0.0
         self._hidden = False
         self._usual_width = info.width if info is not None else 0
         self._usual_verified = 1.0
@@ -251,8 +252,9 @@ class Drafting:
                 self._gate.probed(step, success=count > 0)
 
     def observe_step(self, step: StepStats) -> None:
-        """What the last step took. Host seconds pass whatever is verified."""
-        self._host_s += _HOST_MEMORY * (step.host_s - self._host_s)
+        """What the last step took. Host seconds pass whatever is verified; a clock that jumped must not pass for work."""
+        host_s = min(max(0.0, step.host_s), _MOST_HOST_S, 4.0 * self.host_s + 1e-3)
+        self.host_s += _HOST_MEMORY * (host_s - self.host_s)
         if self.curve is not None:
             self.curve.observe(
                 num_tokens=step.num_tokens,
@@ -287,7 +289,7 @@ class Drafting:
         """Prompt tokens that may join the next step so that it takes at most longest_s, as far as the curve knows."""
         if self.curve is None or longest_s <= 0.0 or num_decoding == 0:
             return most
-        left_s = longest_s - self._draft_s() - self._host_s
+        left_s = longest_s - self._draft_s() - self.host_s
         room = tokens_within(self.curve, seconds=left_s, num_tokens=num_decoding, most=most, context_len=context_len)
         return min(most, max(_LEAST_PREFILL, room))
 
@@ -348,7 +350,7 @@ class Drafting:
             idle_steps=step - self._last_drafted[slots],
             prices=Prices(
                 num_sampling=load.num_rounds,
-                verify_seconds=verify_s + self._host_s,
+                verify_seconds=verify_s + self.host_s,
                 draft_seconds=_beside(table, len(fixed), fixed_width),
                 looks_ahead=self.planner.rule is Rule.AUTO,
             ),
@@ -402,7 +404,7 @@ class Drafting:
             return None
         seconds = self._verify_seconds(load, more_tokens, count)
         draft_s = max(0.0, self._draft_s() - seconds[0]) if self._hidden else self._draft_s()
-        return seconds + (draft_s + self._host_s)
+        return seconds + (draft_s + self.host_s)
 
     def _verify_seconds(self, load: StepLoad, more_tokens: int, count: int) -> Seconds:
         """[count] seconds of a step of that load and 0, 1, 2 ... tokens more, less what its prompt tokens take.

@@ -24,6 +24,9 @@ Seconds = npt.NDArray[np.float64]
 
 FORMAT_VERSION = 1
 _DENSE_TOKENS = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
+# Beyond those, on devices that run the last of them in no more than this; on others it takes too long, and prompts alone get there.
+_FAR_TOKENS = (384, 512, 768, 1024, 1536, 2048, 4096)
+_FAR_WITHIN_S = 0.05
 _SPARSE_TOKENS = (1, 8, 32, 128)
 _SPOT_TOKENS = (1, 16, 64)
 _SPOT_FACTOR = 1.5
@@ -119,6 +122,9 @@ async def measure_curve(
     sparse = [n for n in _SPARSE_TOKENS if n <= tokens[-1]]
     contexts = [c for c in _CONTEXTS if c < verifier_info.max_model_len] or [max(1, verifier_info.max_model_len // 2)]
     dense_s = await verifier.measure(tokens, contexts[:1])
+    if dense_s[0][-1] <= _FAR_WITHIN_S and (far := [n for n in _FAR_TOKENS if tokens[-1] < n <= max_step_tokens]):
+        far_s = await verifier.measure(far, contexts[:1])
+        tokens, dense_s = [*tokens, *far], [[*dense_s[0], *far_s[0]]]
     sparse_s = await verifier.measure(sparse, contexts[1:]) if len(contexts) > 1 else []
     sparse_base = np.interp(sparse, tokens, dense_s[0])
     rows = [np.asarray(dense_s[0])]

@@ -737,6 +737,17 @@ def test_a_verifier_that_comes_back_as_another_model_ends_what_ran() -> None:
     assert ending.error is not None and "another model" in ending.error[1]
 
 
+@pytest.mark.parametrize("jump_s", [600.0, -600.0])
+def test_a_clock_that_jumps_while_planning_does_not_pass_for_host_work(jump_s: float) -> None:
+    bench = bench_with("auto")
+    bench.add("r", PROMPT, max_tokens=60)
+    for step in range(6):
+        bench.step()
+        assert bench.core.last_step is not None
+        bench.core.record(dataclasses.replace(bench.core.last_step, plan_s=jump_s if step == 3 else 0.0005))
+    assert 0.0 <= bench.core.drafting.host_s < 0.001
+
+
 # -- each request its own say --
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,6 +183,20 @@ async def test_measuring_goes_through_the_ports_and_gives_a_different_cost_per_s
     assert curve.verify_seconds(50, 1, 1024)[0] == pytest.approx(0.01 + 0.05 + 1e-6 * 1024)
     assert len(set(curve.verify_seconds(1, 100, 256).round(9))) == 100
     assert curve.draft_seconds(2, 3) == pytest.approx(0.002 + 0.0006)
+
+
+@pytest.mark.parametrize(("token_s", "largest"), [(1e-5, 1024), (1e-3, 256)])
+async def test_only_a_fast_device_is_measured_far_out(token_s: float, largest: int) -> None:
+    class Device(ToyVerifier):
+        async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
+            return [[0.01 + token_s * n for n in num_tokens] for _ in context_lens]
+
+    verifier = Device(max_model_len=2048)
+    curve = await measure_curve(
+        verifier, None, verifier_info=verifier.info(), drafter_info=None, max_live=64, max_step_tokens=1200
+    )
+    assert curve.points.tokens[-1] == largest
+    assert curve.verify_seconds(largest, 1, 256)[0] == pytest.approx(0.01 + token_s * largest)
 
 
 async def test_a_model_with_a_short_context_is_measured_within_it() -> None:
