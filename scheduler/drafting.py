@@ -30,8 +30,10 @@ _HOST_MEMORY = 0.05
 _MOST_HOST_S = 0.1
 # Two cohorts must promise to be so much sooner through, for each step has a cost of its own.
 _OVERLAP_PAYS = 0.95
-# A shut gate is asked again after so many steps, or when someone comes or goes: asking costs a percent of a step.
+# A shut gate is asked again after so many steps, an open one after fewer, and at once when someone comes or goes: asking costs
+# a percent of a step.
 _ASK_AGAIN = 8
+_CHOOSE_AGAIN = 4
 # Prompt tokens per step that every longest step allows, so that prompts advance.
 _LEAST_PREFILL = 16
 
@@ -96,6 +98,7 @@ class Drafting:
         self._hidden = False
         self._usual_width = info.width if info is not None else 0
         self._usual_verified = 1.0
+        self._kept: tuple[list[int], Choice, int] | None = None
         self._asleep_until = 0
         self._num_asleep = 0
         if info is not None:
@@ -128,6 +131,7 @@ class Drafting:
     def set_planner(self, planner: Planner) -> None:
         self.planner = planner
         self.shut = False
+        self._kept = None
 
     def connect(self, info: DrafterInfo) -> None:
         """The drafter is there, for the first time or again, perhaps another one."""
@@ -136,6 +140,7 @@ class Drafting:
             self._drift = ConfidenceDrift(info.width)
             self._outlook = Outlook(self._max_live, info.width)
             self._gate = DraftGate(info.width, variable_width=info.variable_width)
+            self._kept = None
         self.info = info
         self.alive = True
 
@@ -149,6 +154,7 @@ class Drafting:
         if self.info is not None:
             self._estimates.reset(live.slot, class_index(live.request.text_class))
             self._outlook.forget(live.slot)
+            self._kept = None
         self._last_drafted[live.slot] = step
 
     def choose(
@@ -172,7 +178,7 @@ class Drafting:
         if candidates:
             context_len = sum(live.num_computed for live in decoding) / len(decoding)
             load = StepLoad(len(decoding), backlog, context_len)
-            self._ask(candidates, self._choice(candidates, load, step), step)
+            self._ask(candidates, self._kept_or_new(candidates, load, step), step)
         if self.shut:
             self._asleep_until = min(step + _ASK_AGAIN, self._gate.next_probe)
             self._num_asleep = len(residents)
@@ -327,6 +333,18 @@ class Drafting:
         if planner.rule is Rule.FIXED and self.info.variable_width:
             width = min(width, int(planner.value))
         return min(width, self._cap(live)) if self.info.variable_width else width
+
+    def _kept_or_new(self, candidates: Sequence[Live], load: StepLoad, step: int) -> Choice:
+        """The last choice while it is fresh, nobody has come or gone, and no probe is due."""
+        slots = [live.slot for live in candidates]
+        if self._kept is not None and load.num_prefill == 0:
+            kept_slots, choice, until = self._kept
+            whole = len(choice.rows) == len(slots) and choice.width == self.width
+            if slots == kept_slots and step < until and (whole or step < self._gate.next_probe):
+                return choice
+        choice = self._choice(candidates, load, step)
+        self._kept = (slots, choice, step + _CHOOSE_AGAIN) if choice.probe < 0 and not load.num_prefill else None
+        return choice
 
     def _choice(self, candidates: Sequence[Live], load: StepLoad, step: int) -> Choice:
         """Who of the candidates drafts: those whose planner says so, and of the others those that pay beside them."""

@@ -24,7 +24,8 @@ Seconds = npt.NDArray[np.float64]
 
 FORMAT_VERSION = 1
 _DENSE_TOKENS = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
-# Beyond those, on devices that run the last of them in no more than this; on others it takes too long, and prompts alone get there.
+# Beyond those, on devices that run the last of them in no more than this; on others it takes too long, and only prompts get
+# there.
 _FAR_TOKENS = (384, 512, 768, 1024, 1536, 2048, 4096)
 _FAR_WITHIN_S = 0.05
 _SPARSE_TOKENS = (1, 8, 32, 128)
