@@ -145,6 +145,7 @@ def _loop_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--slot-decay", type=float, help="slot k weighs exp(-(k-1)/this); the paper's is the block size"
     )
+    command.add_argument("--detach-confidence", action="store_true", help="confidence loss trains its own head only")
     command.add_argument("--tensorboard", action="store_true", help="event files in RUN/tensorboard")
 
 
@@ -220,6 +221,7 @@ def run_config(options: argparse.Namespace) -> RunConfig:
         loss = replace(loss, ce=ce, tv=tv, kl=kl, confidence=confidence)
     if options.slot_decay:
         loss = replace(loss, decay=options.slot_decay)
+    loss = replace(loss, detach_confidence=options.detach_confidence)
     shape = DrafterShape(
         target_layer_ids=options.layers,
         mask_token_id=options.mask_token_id,

@@ -255,7 +255,10 @@ def batch_loss(
     )
     metrics = {name: float(value.detach()) for name, value in (("ce", terms.ce), ("tv", terms.tv), ("kl", terms.kl))}
     if network.arch.has_confidence and config.confidence:
-        logits = network.confidence_logits(hidden, heads.embeddings)
+        read, embeddings = hidden, heads.embeddings
+        if config.detach_confidence:
+            read, embeddings = read.detach(), None if embeddings is None else embeddings.detach()
+        logits = network.confidence_logits(read, embeddings)
         confidence = confidence_loss(logits, terms.overlap, slots.weights, denominator)
         metrics["confidence"] = float(confidence.detach())
         total = total + config.confidence * confidence

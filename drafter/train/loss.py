@@ -29,7 +29,8 @@ class LossConfig:
     """Weights of the loss terms and the decay of slot weights exp(-(k - 1) / decay); DeepSpec's values.
 
     kl: weight of the cross-entropy against the target's whole law instead of the token it wrote; a denser signal for
-    short trainings, off in DeepSpec.
+    short trainings, off in DeepSpec. detach_confidence: that term trains its own head only; in DeepSpec it also reaches the
+    backbone and W1.
     """
 
     ce: float = 0.1
@@ -37,6 +38,7 @@ class LossConfig:
     kl: float = 0.0
     confidence: float = 1.0
     decay: float = 4.0
+    detach_confidence: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,3 +175,14 @@ def test_every_tensor_of_a_step_lies_on_the_device_of_the_network(
     loss, _ = batch_loss(moved, batch.to(meta), LossConfig(kl=0.1))
     loss.backward()
     assert all(p.grad is not None and p.grad.device == meta for p in moved.parameters())
+
+
+def test_a_detached_confidence_loss_trains_its_own_head_only(trained: tuple[DraftNetwork, Checkpoint, States]) -> None:
+    network, _, states = trained
+    if not network.arch.has_confidence:
+        return
+    alone = LossConfig(ce=0, tv=0, kl=0, detach_confidence=True)
+    loss, _ = batch_loss(network, build_batch([(states, torch.arange(3, 17), 5)], 4.0), alone)
+    loss.backward()
+    moved = {n for n, p in network.named_parameters() if p.grad is not None and bool(p.grad.any())}
+    assert moved == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
