@@ -187,12 +187,13 @@ def _put(tree: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
 def _serve(args: argparse.Namespace) -> int:
     with stop_signals_raise():
         # the imports alone take seconds
-        from services.launch import check_access, check_address, serve_in_process, serve_with_ray
+        from services.launch import check_access, check_address, check_cluster, serve_in_process, serve_with_ray
 
         settings = settings_of(args)
         check_access(settings)
         check_address(settings.gateway.host, settings.gateway.port)
         if not args.no_ray:
+            check_cluster()
             return run_behind(lambda: _status_of(lambda: serve_with_ray(settings)))
         serve_in_process(settings)
         return 0

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
+_KILLING_SIGNAL = 3
 
 Handler = Callable[[int, FrameType | None], None]
 
@@ -53,8 +54,9 @@ def raise_stopped(number: int, frame: FrameType | None) -> None:
 
 
 def run_behind(work: Callable[[], int]) -> int:
-    """Runs `work` in a child process with its own session; returns its status. Every stop signal is passed on. When this
-    process is killed, the child is told to stop. Whatever is left of the session in the end is killed."""
+    """Runs `work` in a child process with its own session; returns its status. Stop signals are passed on, the third one
+    kills: a child deep in foreign code hears nothing. When this process is killed, the child is told to stop. Whatever is
+    left of the session in the end is killed."""
     sys.stdout.flush()
     sys.stderr.flush()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -62,11 +64,21 @@ def run_behind(work: Callable[[], int]) -> int:
     server = os.fork()
     if server == 0:
         _be_the_server(front, work)
-    on_stop_signals(lambda number, _: os.kill(server, number))
+    on_stop_signals(_Forward(server))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     _, status = os.waitpid(server, 0)
     _kill_session(server)
     return _shell_status(status)
+
+
+class _Forward:
+    def __init__(self, server: int) -> None:
+        self._server = server
+        self._count = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self._count += 1
+        os.kill(self._server, number if self._count < _KILLING_SIGNAL else signal.SIGKILL)
 
 
 def end_now(status: int) -> NoReturn:

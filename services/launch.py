@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import re
 import signal
 import socket
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from services.engine import Engine
 
 APPLICATION = "dspark"
+_CONNECT_S = 5.0
 _REMOVAL_S = 20.0
 _SHUTDOWN_S = 10.0
 
@@ -52,6 +54,20 @@ def _why_not_listen(host: str, port: int, error: OSError | UnicodeError) -> str:
     if error.errno == errno.EACCES:
         return f"gateway.port: this user may not listen on {port}; set a --port from 1024 on"
     return f"gateway.port: cannot listen on {host}:{port}: {error.strerror or error}; set another --port"
+
+
+def check_cluster() -> None:
+    """Raises SettingsError when nobody listens where RAY_ADDRESS points: Ray would go on trying for minutes, deaf to signals."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address in ("", "auto", "local"):
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except (OSError, ValueError, OverflowError):
+        raise SettingsError(
+            f"RAY_ADDRESS {address!r}: no Ray answers there; start a cluster (HOST:PORT), or unset it to run Ray here"
+        ) from None
 
 
 def check_access(settings: Settings) -> None:

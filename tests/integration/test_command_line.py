@@ -309,6 +309,14 @@ def test_a_refusal_of_what_was_asked_is_one_line_too(flags, change, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "nonsense", "ray://127.0.0.1:9"])
+def test_a_cluster_that_does_not_answer_is_one_line(flags, monkeypatch, capsys, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert main(["serve", *flags, "--port", str(free_port())]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"RAY_ADDRESS {address!r}: no Ray answers there" in error
+
+
 def test_wrong_usage_shows_the_usage_and_ends_with_2(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["generate"])

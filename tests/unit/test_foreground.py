@@ -30,22 +30,47 @@ sys.exit(run_behind(server))
 """
 
 
-@pytest.fixture(params=["drains", "gives up"])
-def running(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen, int, str]]:
-    """The process in the foreground, a worker of its server, and what the server does when it is stopped."""
-    root = Path(__file__).parents[2]
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVER, request.param],
+DEAF = """
+import signal, sys, time
+from services.foreground import STOP_SIGNALS, run_behind
+
+def server():
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    print("deaf", flush=True)
+    time.sleep(600)
+
+sys.exit(run_behind(server))
+"""
+
+
+def start(program: str, *arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
+
+
+@pytest.fixture(params=["drains", "gives up"])
+def running(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen, int, str]]:
+    """The process in the foreground, a worker of its server, and what the server does when it is stopped."""
+    process = start(SERVER, request.param)
     assert process.stdout is not None
     worker = int(process.stdout.readline().split()[1])
     yield process, worker, request.param
     process.kill()
     process.wait()
+
+
+def test_a_server_that_does_not_listen_is_killed_by_the_third_stop():
+    process = start(DEAF)
+    process.stdout.readline()
+    for _ in range(3):
+        time.sleep(0.1)
+        process.terminate()
+    assert process.wait(timeout=20) == 128 + signal.SIGKILL
 
 
 def alive(pid: int) -> bool:
