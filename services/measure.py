@@ -56,12 +56,18 @@ async def _measure(settings: Settings) -> tuple[Measured, dict[str, str]]:
     try:
         await engine.start()
         if not path.is_file():
-            raise Failed(f"the cost curve could not be measured: {(await engine.snapshot()).trim_off_reason}")
+            raise Failed(_why_no_curve(await engine.snapshot(), path))
         products, steps = await _products(engine.workers)
         host = {load: await _host_share(engine, load) for load in _HOST_LOADS if load <= settings.scheduler.max_live}
     finally:
         await engine.stop()
     return Measured(_saved_points(path), products, steps, host), machine
+
+
+def _why_no_curve(stats: SchedulerStats, path: Path) -> str:
+    if stats.curve_loaded:
+        return f"cache_dir: the cost curve was measured and cannot be saved to {path}; set another one"
+    return f"the cost curve could not be measured: {stats.trim_off_reason}"
 
 
 def _saved_points(path: Path) -> CurvePoints:

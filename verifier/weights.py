@@ -62,20 +62,33 @@ def _converted_gguf(path: Path, cache: Path) -> Path:
     stat = path.stat()
     key = hashlib.sha256(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:12]
     folder = cache / f"{path.stem}-{key}"
-    if (folder / "config.json").is_file():
+    if _intact(folder):
         return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f"{path.stem}-", dir=cache))
+    unfinished: Path | None = None
     try:
+        shutil.rmtree(folder, ignore_errors=True)
+        cache.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f"{path.stem}-", dir=cache))
         _convert_gguf(path, unfinished)
         os.replace(unfinished, folder)
-    except OSError:
-        # another process finished the same conversion first
-        if not (folder / "config.json").is_file():
-            raise
+    except (OSError, SafetensorError) as error:
+        # another process may have finished the same conversion first
+        if not _intact(folder):
+            raise SettingsError(
+                f"cache_dir: the converted weights of {path.name} cannot be written to {cache} ({error}); set another one"
+            ) from None
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if unfinished is not None:
+            shutil.rmtree(unfinished, ignore_errors=True)
     return folder
+
+
+def _intact(folder: Path) -> bool:
+    """Whether a converted model is there and whole: safetensors files know their length."""
+    try:
+        return (folder / "config.json").is_file() and all(_names(path) for path in {*tensor_files(folder).values()})
+    except SettingsError:
+        return False
 
 
 def _convert_gguf(path: Path, folder: Path) -> None:

@@ -302,6 +302,25 @@ def test_a_gguf_file_is_converted_once_and_read_from_the_cache_after(tmp_path: P
     assert len(verdicts[0].token_ids) == 1
 
 
+def test_a_damaged_conversion_is_made_anew_and_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    source = tmp_path / "tiny.gguf"
+    write_tiny_gguf(gguf, source)
+    folder = resolve_model(str(source), str(tmp_path / "cache"))
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    for damage in (whole[:-9], b"", None):
+        if damage is None:
+            weights.unlink()
+        else:
+            weights.write_bytes(damage)
+        assert resolve_model(str(source), str(tmp_path / "cache")) == folder
+        assert weights.read_bytes() == whole
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(SettingsError, match="cache_dir: the converted weights of"):
+        resolve_model(str(source), str(tmp_path / "file"))
+
+
 def write_tiny_gguf(gguf: object, path: Path) -> dict[str, int]:
     """A one-layer Llama with a byte-level BPE tokenizer of 256 bytes, a merge and two marks, in Q8_0."""
     writer = gguf.GGUFWriter(str(path), "llama")  # type: ignore[attr-defined]
