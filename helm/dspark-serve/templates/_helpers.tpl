@@ -1,0 +1,98 @@
+{{- define "dspark.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "dspark.fullname" -}}
+{{- $name := include "dspark.name" . -}}
+{{- $full := .Values.fullnameOverride | default (ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name)) -}}
+{{- if gt (len $full) 47 }}{{ fail (printf "the name %q is longer than KubeRay's 47 characters; set fullnameOverride" $full) }}{{ end -}}
+{{- $full -}}
+{{- end -}}
+
+{{- define "dspark.service" -}}{{ include "dspark.fullname" . }}-serve-svc{{- end -}}
+
+{{- define "dspark.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "dspark.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "dspark.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{ include "dspark.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end -}}
+
+{{- define "dspark.image" -}}
+{{- with .Values.image -}}
+{{- if .digest }}{{ .repository }}@{{ .digest }}{{ else }}{{ .repository }}:{{ .tag | default $.Chart.AppVersion }}{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "dspark.serviceAccount" -}}
+{{- if .Values.serviceAccount.create }}{{ .Values.serviceAccount.name | default (include "dspark.fullname" .) }}{{ else }}{{ .Values.serviceAccount.name | default "default" }}{{ end -}}
+{{- end -}}
+
+{{- define "dspark.port" -}}
+{{- dig "gateway" "port" 8000 .Values.settings | int -}}
+{{- end -}}
+
+{{/* Seconds a gateway may take to finish its streams, rounded up. */}}
+{{- define "dspark.drain" -}}
+{{- dig "gateway" "drain_s" 120 .Values.settings | float64 | ceil | int -}}
+{{- end -}}
+
+{{/* Devices of all worker pods together, when all are there. */}}
+{{- define "dspark.gpus" -}}
+{{- $total := 0 -}}
+{{- range $name, $group := .Values.workerGroups }}{{ if $group }}{{ $total = add $total (mul ($group.gpus | default 0 | int) (max ($group.maxReplicas | default 1 | int) ($group.replicas | default 1 | int))) }}{{ end }}{{ end -}}
+{{- $total -}}
+{{- end -}}
+
+{{/* The settings tree as the server gets it. Placement and GPU shares are decided here: Serve may build the application before any
+worker has joined, when Ray still counts no devices. */}}
+{{- define "dspark.settings" -}}
+{{- $settings := deepCopy .Values.settings -}}
+{{- $gateway := merge (dict "host" "0.0.0.0" "port" (include "dspark.port" . | int)) (get $settings "gateway" | default dict) -}}
+{{- if .Values.apiKeys.existingSecret -}}
+{{- $_ := set $gateway "auth" (merge (dict "keys_file" (printf "/etc/dspark/keys/%s" .Values.apiKeys.key)) (get $gateway "auth" | default dict)) -}}
+{{- else if not (get $gateway "allow_public_without_keys") -}}
+{{- fail "apiKeys.existingSecret: everybody who reaches the service could use it; name a Secret with a key file, or set settings.gateway.allow_public_without_keys to true" -}}
+{{- end -}}
+{{- $_ := set $settings "gateway" $gateway -}}
+{{- if not (get $settings "cache_dir") }}{{ $_ := set $settings "cache_dir" "/cache/dspark" }}{{ end -}}
+{{- $gpus := include "dspark.gpus" . | int -}}
+{{- $placement := get $settings "placement" | default "auto" -}}
+{{- if eq $placement "auto" }}{{ $placement = ternary "split" "colocated" (ge $gpus 2) }}{{ end -}}
+{{- $_ := set $settings "placement" $placement -}}
+{{- $share := ternary (ternary 1.0 0.5 (ge $gpus 2)) 1.0 (eq $placement "split") -}}
+{{- if eq $gpus 0 }}{{ $share = 0.0 }}{{ end -}}
+{{- $resources := get $settings "resources" | default dict -}}
+{{- range $key := list "verifier_gpus" "drafter_gpus" -}}
+{{- if not (hasKey $resources $key) }}{{ $_ := set $resources $key $share }}{{ end -}}
+{{- if gt (get $resources $key | float64) (float64 $gpus) }}{{ fail (printf "settings.resources.%s is %v and the worker groups have %d GPUs; set workerGroups.NAME.gpus" $key (get $resources $key) $gpus) }}{{ end -}}
+{{- end -}}
+{{- $_ := set $settings "resources" $resources -}}
+{{- toPrettyJson $settings -}}
+{{- end -}}
+
+{{- define "dspark.serveConfig" -}}
+proxy_location: EveryNode
+http_options: {host: 0.0.0.0, port: {{ include "dspark.port" . }}}
+logging_config: {encoding: {{ .Values.logging.encoding }}, log_level: {{ .Values.logging.level }}, enable_access_log: false}
+applications:
+  - name: dspark
+    route_prefix: /
+    import_path: services.app:build
+    args:
+{{ include "dspark.settings" . | indent 6 }}
+{{- with .Values.autoscaling.gateway }}{{ if gt (int .minReplicas) 0 }}
+    deployments:
+      - name: Gateway
+        num_replicas: auto
+        autoscaling_config:
+          min_replicas: {{ int .minReplicas }}
+          max_replicas: {{ max (int .minReplicas) (int .maxReplicas) }}
+          target_ongoing_requests: {{ .targetOngoingRequests }}
+{{- end }}{{ end }}
+{{- end -}}

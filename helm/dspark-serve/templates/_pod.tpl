@@ -1,0 +1,114 @@
+{{/* A pod template of the cluster. Takes root, group (a worker's name, or ""), spec (the group's values). */}}
+{{- define "dspark.pod" -}}
+{{- $root := .root -}}{{- $values := .root.Values -}}{{- $spec := .spec -}}{{- $worker := ne .group "" -}}
+{{- $drain := include "dspark.drain" $root | int -}}
+metadata:
+  labels:
+    {{- include "dspark.selectorLabels" $root | nindent 4 }}
+    app.kubernetes.io/component: {{ ternary "worker" "head" $worker }}
+    {{- with $values.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
+  {{- with $values.podAnnotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  serviceAccountName: {{ include "dspark.serviceAccount" $root }}
+  automountServiceAccountToken: {{ and (not $worker) $values.autoscaling.enabled }}
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: {{ ternary (add $drain 60) 60 $worker }}
+  securityContext: {{- toYaml $values.podSecurityContext | nindent 4 }}
+  {{- with $values.imagePullSecrets }}
+  imagePullSecrets: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $values.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with get $spec "runtimeClassName" }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  {{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" }}
+  {{- with get $spec $key }}
+  {{ $key }}: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- end }}
+  {{- if and $worker $values.initContainers }}
+  initContainers: {{- toYaml $values.initContainers | nindent 4 }}
+  {{- end }}
+  containers:
+    - name: {{ ternary "ray-worker" "ray-head" $worker }}
+      image: {{ include "dspark.image" $root | quote }}
+      imagePullPolicy: {{ $values.image.pullPolicy }}
+      securityContext: {{- toYaml $values.containerSecurityContext | nindent 8 }}
+      ports:
+        - {name: serve, containerPort: {{ include "dspark.port" $root }}}
+        - {name: metrics, containerPort: 8080}
+        {{- if not $worker }}
+        - {name: gcs-server, containerPort: 6379}
+        - {name: dashboard, containerPort: 8265}
+        - {name: client, containerPort: 10001}
+        {{- end }}
+      env:
+        - {name: HOME, value: /tmp}
+        - {name: HF_HOME, value: /cache/huggingface}
+        - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+        {{- with $values.hfToken }}{{ if .existingSecret }}
+        - name: HF_TOKEN
+          valueFrom: {secretKeyRef: {name: {{ .existingSecret }}, key: {{ .key }}}}
+        {{- end }}{{ end }}
+        {{- with $values.extraEnv }}{{ toYaml . | nindent 8 }}{{ end }}
+      {{- $resources := deepCopy (get $spec "resources" | default dict) }}
+      {{- if gt (get $spec "gpus" | default 0 | int) 0 }}
+      {{- $_ := set $resources "limits" (merge (dict $values.gpuResource (get $spec "gpus" | int)) (get $resources "limits" | default dict)) }}
+      {{- end }}
+      {{- with $resources }}
+      resources: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- if $worker }}
+      readinessProbe:
+        httpGet: {path: {{ $values.probes.readinessPath }}, port: serve}
+        periodSeconds: {{ $values.probes.periodSeconds }}
+        timeoutSeconds: 5
+        failureThreshold: {{ $values.probes.failureThreshold }}
+      lifecycle:
+        preStop: {exec: {command: [sleep, {{ $drain | quote }}]}}
+      {{- end }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        - {name: shared-memory, mountPath: /dev/shm}
+        - {name: cache, mountPath: /cache}
+        {{- if $values.apiKeys.existingSecret }}
+        - {name: api-keys, mountPath: /etc/dspark/keys, readOnly: true}
+        {{- end }}
+        {{- if $worker }}{{ range $values.modelVolumes }}
+        - name: model-{{ .name }}
+          mountPath: {{ .mountPath }}
+          readOnly: true
+          {{- with get . "subPath" }}
+          subPath: {{ . }}
+          {{- end }}
+        {{- end }}{{ end }}
+        {{- with $values.extraVolumeMounts }}{{ toYaml . | nindent 8 }}{{ end }}
+  volumes:
+    - name: tmp
+      emptyDir: {}
+    - name: shared-memory
+      emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory }}}
+    - name: cache
+      {{- if and $worker $values.modelCache.enabled }}
+      persistentVolumeClaim: {claimName: {{ $values.modelCache.existingClaim | default (printf "%s-cache" (include "dspark.fullname" $root)) }}}
+      {{- else }}
+      emptyDir: {}
+      {{- end }}
+    {{- with $values.apiKeys }}{{ if .existingSecret }}
+    - name: api-keys
+      secret: {secretName: {{ .existingSecret }}, defaultMode: 288, items: [{key: {{ .key }}, path: {{ .key }}}]}
+    {{- end }}{{ end }}
+    {{- if $worker }}{{ range $values.modelVolumes }}
+    - name: model-{{ .name }}
+      {{- if get . "image" }}
+      image: {reference: {{ .image | quote }}, pullPolicy: IfNotPresent}
+      {{- else }}
+      persistentVolumeClaim: {claimName: {{ required (printf "modelVolumes: %s needs a claim or an image" .name) (get . "claim") }}, readOnly: true}
+      {{- end }}
+    {{- end }}{{ end }}
+    {{- with $values.extraVolumes }}{{ toYaml . | nindent 4 }}{{ end }}
+{{- end -}}

@@ -1,0 +1,310 @@
+"""The Helm chart by Helm's own engine: what it renders is what Ray and the server read, and what is misspelt is refused."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import helm_python as helm
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from services.access import check_exposure
+from services.operations.__main__ import generated
+from services.operations.chart import OWNED
+from services.settings import Settings, known_keys, load_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "helm" / "dspark-serve"
+GENERATED = generated(ROOT)
+EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
+KEYS = {"apiKeys": {"existingSecret": "keys"}}
+OPEN_TO_ALL = {"settings": {"gateway": {"allow_public_without_keys": True}}}
+EVERYTHING = {
+    **KEYS,
+    "fullnameOverride": "chat",
+    "hfToken": {"existingSecret": "hub"},
+    "ingress": {"enabled": True, "host": "chat.example", "tlsSecret": "tls", "className": "nginx"},
+    "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
+    "serviceMonitor": {"enabled": True, "authorization": {"secretName": "scrape"}},
+    "podMonitor": {"enabled": True},
+    "prometheusRule": {"enabled": True},
+    "grafanaDashboards": {"enabled": True, "annotations": {"folder": "dspark"}},
+    "networkPolicy": {"clients": [{"namespaceSelector": {"matchLabels": {"team": "chat"}}}]},
+    "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+    "extraVolumes": [{"name": "more", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
+    "initContainers": [{"name": "fetch", "image": "fetch:1"}],
+    "imagePullSecrets": [{"name": "registry"}],
+    "priorityClassName": "high",
+    "podLabels": {"team": "chat"},
+    "podAnnotations": {"note": "x"},
+}
+MATRIX: dict[str, dict[str, Any]] = {
+    **{path.stem: yaml.safe_load(path.read_text()) for path in EXAMPLES},
+    "keys only": KEYS,
+    "open to all": OPEN_TO_ALL,
+    "everything": EVERYTHING,
+    "little": {
+        **KEYS,
+        "modelCache": {"enabled": False},
+        "networkPolicy": {"enabled": False},
+        "podDisruptionBudget": {"enabled": False},
+        "serviceAccount": {"create": False},
+        "rayAuth": {"enabled": False},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def chart():
+    with helm.Chart.load(CHART) as loaded:
+        yield loaded
+
+
+def render(chart: helm.Chart, values: dict[str, Any]) -> dict[str, str]:
+    """By template; after the schema, as `helm install` does it."""
+    chart.validate_schema(values)
+    return chart.render(values, name="chat", namespace="models")
+
+
+def objects(chart: helm.Chart, values: dict[str, Any]) -> list[dict[str, Any]]:
+    files = render(chart, values)
+    return [each for name, text in files.items() if name.endswith(".yaml") for each in yaml.safe_load_all(text) if each]
+
+
+def of_kind(found: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    (one,) = [each for each in found if each["kind"] == kind]
+    return one
+
+
+def serve_config(found: list[dict[str, Any]]) -> dict[str, Any]:
+    return yaml.safe_load(of_kind(found, "RayService")["spec"]["serveConfigV2"])
+
+
+def arguments(found: list[dict[str, Any]]) -> dict[str, Any]:
+    return serve_config(found)["applications"][0]["args"]
+
+
+def pods(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    cluster = of_kind(found, "RayService")["spec"]["rayClusterConfig"]
+    return [group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+
+
+@pytest.mark.parametrize("case", MATRIX)
+def test_serve_config_is_what_ray_and_the_server_read(chart, case, tmp_path):
+    found = objects(chart, MATRIX[case])
+    config = ServeDeploySchema.model_validate(serve_config(found), extra="forbid")
+    for application in config.applications:
+        module, _, name = application.import_path.partition(":")
+        assert callable(getattr(importlib.import_module(module), name))
+        args = copy.deepcopy(application.args)
+        if "auth" in args["gateway"]:
+            keys = tmp_path / "keys.yaml"
+            keys.write_text("alice: sk-2f7c0d9a4be14c55\n")
+            args["gateway"]["auth"]["keys_file"] = str(keys)
+        settings = load_settings(args=args)
+        assert settings.gateway.port == config.http_options.port
+        assert settings.gateway.host == config.http_options.host == "0.0.0.0"
+        gateway = settings.gateway
+        check_exposure(gateway.host, settings.gateway_config().auth, allowed=gateway.allow_public_without_keys)
+        names = {"PrefixScheduler", "Gateway"}
+        assert {deployment.name for deployment in application.deployments} <= names
+
+
+@pytest.mark.parametrize("case", MATRIX)
+def test_every_pod_keeps_to_the_security_contexts_and_mounts_only_volumes_it_has(chart, case):
+    for pod in pods(objects(chart, MATRIX[case])):
+        spec = pod["spec"]
+        (container,) = spec["containers"]
+        assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] == 1000
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        volumes = [volume["name"] for volume in spec["volumes"]]
+        assert len(volumes) == len(set(volumes))
+        assert {mount["name"] for mount in container["volumeMounts"]} <= set(volumes)
+        assert all(len(port["name"]) <= 15 for port in container["ports"])
+        assert not any(variable["name"].startswith("DSPARK_") for variable in container["env"])
+
+
+@pytest.mark.parametrize("case", MATRIX)
+def test_lint_finds_nothing(case):
+    found = helm.lint(CHART, values=MATRIX[case], strict=True)
+    assert not [each for each in json.loads(json.dumps(found, default=vars))["messages"] if each["severity"] > 1], found
+
+
+def test_values_reach_the_settings_with_their_types(chart):
+    values = {
+        **KEYS,
+        "settings": {
+            "kv": {"cache_bytes": 34359738368},
+            "scheduler": {"planner": False, "priority_aging_s": 1e6},
+            "gateway": {"max_body_bytes": 8388608, "served_names": ["a", "b"], "drain_s": 0.5},
+        },
+    }
+    settings = load_settings(args={**arguments(objects(chart, values)), "gateway": {}})
+    assert settings.kv.cache_bytes == 34359738368
+    assert settings.scheduler.planner == "off"
+    assert settings.scheduler.priority_aging_s == 1e6
+    assert arguments(objects(chart, values))["gateway"]["served_names"] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "placement", "shares"),
+    [
+        (0, {}, "colocated", (0.0, 0.0)),
+        (1, {}, "colocated", (1.0, 1.0)),
+        (2, {}, "split", (1.0, 1.0)),
+        (1, {"placement": "split"}, "split", (0.5, 0.5)),
+        (1, {"placement": "split", "resources": {"verifier_gpus": 0.75, "drafter_gpus": 0.25}}, "split", (0.75, 0.25)),
+        (4, {"placement": "colocated"}, "colocated", (1.0, 1.0)),
+    ],
+)
+def test_devices_decide_placement_and_shares(chart, gpus, settings, placement, shares):
+    found = objects(chart, {**KEYS, "settings": settings, "workerGroups": {"workers": {"gpus": gpus}}})
+    args = arguments(found)
+    assert args["placement"] == placement
+    assert (args["resources"]["verifier_gpus"], args["resources"]["drafter_gpus"]) == shares
+    limits = pods(found)[1]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits.get("nvidia.com/gpu", 0) == gpus
+    assert limits["memory"] == "6Gi"
+
+
+def test_streams_may_finish_before_a_pod_is_gone(chart):
+    found = objects(chart, {**KEYS, "settings": {"gateway": {"drain_s": 300.5}}})
+    worker = pods(found)[1]["spec"]
+    assert worker["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "301"]
+    assert worker["terminationGracePeriodSeconds"] == 361
+    assert of_kind(found, "RayService")["spec"]["rayClusterDeletionDelaySeconds"] == 361
+
+
+def test_nothing_but_the_gateway_is_open_to_clients(chart):
+    found = objects(chart, EVERYTHING)
+    rules = of_kind(found, "NetworkPolicy")["spec"]["ingress"]
+    open_rules = [
+        rule
+        for rule in rules
+        if rule.get("from", [{}])[0].get("namespaceSelector") == {"matchLabels": {"team": "chat"}}
+    ]
+    assert [rule["ports"] for rule in open_rules] == [[{"port": 8000}]]
+    assert all("from" in rule for rule in rules)
+    paths = of_kind(found, "Ingress")["spec"]["rules"][0]["http"]["paths"]
+    assert [path["backend"]["service"] for path in paths] == [{"name": "chat-serve-svc", "port": {"number": 8000}}]
+    cluster = of_kind(found, "RayService")["spec"]["rayClusterConfig"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP"
+
+
+def test_a_head_without_replicas_and_an_account_without_a_token(chart):
+    found = objects(chart, KEYS)
+    cluster = of_kind(found, "RayService")["spec"]["rayClusterConfig"]
+    assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0", "num-gpus": "0"}
+    assert [pod["spec"]["automountServiceAccountToken"] for pod in pods(found)] == [False, False]
+    scaled = objects(chart, MATRIX["autoscaling"])
+    assert [pod["spec"]["automountServiceAccountToken"] for pod in pods(scaled)] == [True, False, False]
+
+
+def test_monitors_and_budget_select_the_pods_of_this_release(chart):
+    found = objects(chart, EVERYTHING)
+    labels = pods(found)[1]["metadata"]["labels"]
+    for kind, path in (
+        ("PodDisruptionBudget", "selector"),
+        ("PodMonitor", "selector"),
+        ("NetworkPolicy", "podSelector"),
+    ):
+        wanted = of_kind(found, kind)["spec"][path]["matchLabels"]
+        assert wanted and wanted.items() <= labels.items()
+    service = of_kind(found, "RayService")["spec"]["serveService"]["metadata"]["labels"]
+    assert of_kind(found, "ServiceMonitor")["spec"]["selector"]["matchLabels"].items() <= service.items()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "apiKeys.existingSecret"),
+        ({**KEYS, "settings": {"resources": {"verifier_gpus": 1}}}, "settings.resources.verifier_gpus is 1"),
+        ({**KEYS, "workerGroups": {"workers": {"replicas": 2}}}, "modelCache.accessModes"),
+        ({**KEYS, "workerGroups": {"workers": None}}, "workerGroups: at least one group"),
+        ({**KEYS, "fullnameOverride": "x" * 48}, "longer than KubeRay's 47"),
+        ({**KEYS, "modelVolumes": [{"name": "m", "mountPath": "/m"}]}, "modelVolumes: m needs a claim or an image"),
+        ({**KEYS, "ingress": {"enabled": True, "tlsSecret": "tls"}}, "ingress.host"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_by_name(chart, values, message):
+    with pytest.raises(helm.HelmError, match=message):
+        render(chart, values)
+
+
+def _with_misspelt(tree: dict[str, Any], free: set[str], above: str = "") -> dict[str, Any]:
+    """The tree, and beside each key the same with a letter too much. `free`: mappings whose keys are anybody's."""
+    result: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{above}/{key}"
+        result[key] = _with_misspelt(value, free, path) if isinstance(value, dict) and path not in free else value
+        result[f"{key}x"] = value
+    return result
+
+
+def _paths(tree: dict[str, Any], free: set[str], above: str = "") -> set[str]:
+    found = {f"{above}/{key}x" for key in tree}
+    for key, value in tree.items():
+        if isinstance(value, dict) and f"{above}/{key}" not in free:
+            found |= _paths(value, free, f"{above}/{key}")
+    return found
+
+
+def test_every_misspelt_key_of_values_and_settings_is_refused(chart):
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    values["settings"] = json.loads(Settings().model_dump_json())
+    gateway = values["settings"]["gateway"]
+    del gateway["host"], gateway["auth"]["keys"], gateway["auth"]["keys_file"]
+    group = values["workerGroups"].pop("workers")
+    free = {
+        *("/workerGroups", "/podSecurityContext", "/containerSecurityContext", "/grafanaDashboards/labels"),
+        *("/networkPolicy/operatorNamespace", "/networkPolicy/monitoringNamespace"),
+    }
+    wrong = _with_misspelt(values, free)
+    wrong["workerGroups"] = {"workers": _with_misspelt(group, set())}
+    with pytest.raises(helm.HelmError) as refusal:
+        chart.validate_schema(wrong)
+    lines = re.findall(r"at '(.*)': additional properties (.*) not allowed", str(refusal.value))
+    refused = {f"{place}/{key}" for place, keys in lines for key in re.findall(r"'(\w+)'", keys)}
+    expected = _paths(values, free) | _paths(group, set(), "/workerGroups/workers")
+    assert refused == expected
+    assert len(expected) > 130
+
+
+def test_the_schema_has_the_settings_by_name_and_refuses_what_the_chart_owns(chart):
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["settings"]
+    for path in known_keys():
+        part: Any = schema
+        for key in path:
+            part = part.get("properties", {}).get(key)
+            if part is None:
+                break
+        assert (part is None) == (".".join(path) in OWNED), path
+    for secret in ({"keys": {"alice": "sk-2f7c0d9a4be14c55"}}, {"keys_file": "/x"}):
+        with pytest.raises(helm.HelmError, match="dditional propert"):
+            chart.validate_schema({"settings": {"gateway": {"auth": secret}}})
+
+
+def test_settings_cannot_come_by_a_variable_beside_the_tree(chart):
+    with pytest.raises(helm.HelmError, match="extraEnv"):
+        chart.validate_schema({"extraEnv": [{"name": "DSPARK_GATEWAY__PORT", "value": "1"}]})
+
+
+@pytest.mark.parametrize("path", GENERATED, ids=lambda path: path.name)
+def test_generated_files_are_current(path):
+    assert path.read_text(encoding="utf-8") == GENERATED[path], "run python -m services.operations"
+
+
+def test_notes_tell_how_to_reach_the_server_and_warn_of_missing_keys(chart):
+    (notes,) = [text for name, text in render(chart, KEYS).items() if name.endswith("NOTES.txt")]
+    assert "service/chat-dspark-serve-serve-svc 8000:8000" in notes and "Bearer KEY" in notes and "WARNING" not in notes
+    (notes,) = [text for name, text in render(chart, OPEN_TO_ALL).items() if name.endswith("NOTES.txt")]
+    assert "WARNING: there are no API keys" in notes
