@@ -56,7 +56,7 @@ def make_prompts(path: Path, count: int) -> None:
     path.write_text("\n".join(json.dumps({"turns": [" ".join(f"w{i}" for i in row)]}) for row in rows))
 
 
-def run(folder: Path, *, count: int = 400, steps: int = 300) -> tuple[float, float]:
+def run(folder: Path, *, count: int = 1200, steps: int = 150) -> tuple[float, float]:
     """Expected accepted length at T 1 on held-out prompts after the first and the last step."""
     target, data, prompts = folder / "target", folder / "data", folder / "prompts.jsonl"
     make_target(target)
