@@ -15,16 +15,21 @@ from typing import Any
 
 import torch
 
+from scheduler.wire import SamplingParams
 from services.evaluation.rollouts import Answer
-from verifier.noise import keyed_gumbel, row_keys, seed_key
+from verifier.sampling import seeded_pick
+from verifier.sampling_table import SamplingTable
 
 # In units of a logit. Those of small targets reach 20, where bfloat16 steps by 0.125 and dozens of layers have rounded before.
 NEAR_TIE = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 
+_DRAWS = 64
+_NOISE = tuple(2.0**exponent for exponent in range(-14, 2))
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first of one answer. gap: what the served token lacked to the target's, in units of a logit; infinite where one text
+    """The first of one answer. gap: how far apart the two tokens are, in units of a logit (TieJudge); infinite where one text
     merely ended earlier."""
 
     prompt: int
@@ -65,8 +70,7 @@ class TieJudge:
 
     @torch.inference_mode()
     def gap(self, expected: Answer, served: Answer, position: int) -> float:
-        """|score of the one token - score of the other| at output position `position`, all before it being equal. A greedy
-        score is the logit; a seeded one has the noise of the draw added, times the temperature."""
+        """How far apart the two tokens at output position `position` are, all before it being equal, in units of a logit."""
         if self._model is None:
             from transformers import AutoModelForCausalLM
             from transformers.utils import logging
@@ -74,14 +78,26 @@ class TieJudge:
             logging.disable_progress_bar()
             self._model = AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32)
         ids = [*expected.prompt_ids, *expected.token_ids[:position]]
-        pair = torch.tensor([expected.token_ids[position], served.token_ids[position]])
-        scores = self._model(torch.tensor([ids])).logits[0, -1][pair].double()
-        params = expected.params
-        if not params.greedy:
-            assert params.seed is not None
-            keys = row_keys(torch.tensor([seed_key(params.seed)]), torch.tensor([position]))
-            scores = scores + params.temperature * keyed_gumbel(keys, pair)
-        return abs(float(scores[0] - scores[1]))
+        logits = self._model(torch.tensor([ids])).logits[0, -1]
+        pair = expected.token_ids[position], served.token_ids[position]
+        if expected.params.greedy:
+            return abs(float(logits[pair[0]] - logits[pair[1]]))
+        return seeded_gap(logits, pair, expected.params, position)
+
+
+def seeded_gap(logits: torch.Tensor, pair: tuple[int, int], params: SamplingParams, position: int) -> float:
+    """The least noise on all logits [V] (standard deviation, in steps of 2) with which both tokens come out of the seeded draw;
+    infinite beyond _NOISE. Asked of the draw itself, whose noise is shared among unlikely tokens: no formula of two logits."""
+    generator = torch.Generator().manual_seed(0)
+    table = SamplingTable.build([params] * _DRAWS, torch.device("cpu"))
+    positions = torch.full((_DRAWS,), position)
+    found: set[int] = set()
+    for scale in _NOISE:
+        noise = torch.randn(_DRAWS, len(logits), generator=generator)
+        found |= set(seeded_pick(logits + scale * noise, table, positions).tolist())
+        if found.issuperset(pair):
+            return scale
+    return float("inf")
 
 
 def compare(expected: Sequence[Answer], served: Sequence[Answer], judge: TieJudge, near_tie: float) -> Equality:

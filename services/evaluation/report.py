@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from drafter.reliability import Fit
+from drafter.reliability import Fit, fit_of
 from drafter.rounds import accepted_length, conditional_acceptance, joined, survival, verified_per_round
 from services.evaluation.findings import Cell, EvaluateSpec, Evaluation
 from services.evaluation.plots import Curve, ReliabilityPanel, draw_curves, draw_reliability
@@ -63,6 +63,7 @@ def results(evaluation: Evaluation) -> dict[str, Any]:
                 "survival": _rounded(mean_by_position([survival(cell.rounds) for cell in cells])),
                 "ece_before": _round(mean(_error(cell.before) for cell in cells)),
                 "ece_after": _round(mean(_error(cell.after) for cell in cells)),
+                "ece_of_all_rounds": _rounded(pooled_errors(cells)),
             }
             for (drafter, temperature), cells in groups.items()
         ],
@@ -102,6 +103,15 @@ def _groups(evaluation: Evaluation) -> dict[tuple[str, float], list[Cell]]:
     for cell in evaluation.cells:
         groups.setdefault((cell.drafter, cell.temperature), []).append(cell)
     return groups
+
+
+def pooled_errors(cells: Sequence[Cell]) -> tuple[Number, Number]:
+    """ECE before and after over the rounds of all data sets: with few rounds each, a data set's own is mostly chance."""
+    rounds = joined([cell.rounds for cell in cells])
+    stated = [np.concatenate([cell.raw for cell in cells]), np.concatenate([cell.calibrated for cell in cells])]
+    known = [all(cell.before for cell in cells), all(cell.after for cell in cells)]
+    before, after = (fit_of(c, rounds).ece if k else None for c, k in zip(stated, known, strict=True))
+    return before, after
 
 
 def _error(fit: Fit | None) -> Number:
@@ -194,10 +204,9 @@ def _calibration(evaluation: Evaluation) -> str:
             scores = [fit.brier if fit else None for fit in (cell.before, cell.after)]
             errors = [_error(cell.before), _error(cell.after)]
             rows.append([_title(*key), cell.dataset, *map(_percent, errors), *map(_number, (*ranks, *scores))])
-        macro = [
-            mean(fit and fit.ece for fit in fits) for fits in zip(*((c.before, c.after) for c in cells), strict=True)
-        ]
+        macro = [mean(_error(cell.before) for cell in cells), mean(_error(cell.after) for cell in cells)]
         rows.append([_title(*key), MACRO, *map(_percent, macro), *[""] * 4])
+        rows.append([_title(*key), "all rounds as one", *map(_percent, pooled_errors(cells)), *[""] * 4])
     names = ("ECE", "ECE calibrated", "AUC", "AUC calibrated", "Brier", "Brier calibrated")
     return _table(["drafter", "data set", *names], rows)
 
