@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from services.operations.chart import chart_files
+from services.operations.chart import CHART, chart_files
+from services.operations.dashboards import DASHBOARDS
+from services.operations.metrics_page import metrics_page
 
 
 def generated(root: Path) -> dict[Path, str]:
-    return chart_files(root)
+    """Every generated file and what it should hold."""
+    boards = {
+        root / CHART / "dashboards" / f"{name}.json": json.dumps(board, indent=1) + "\n"
+        for name, board in DASHBOARDS.items()
+    }
+    return {**chart_files(root), **boards, root / "docs" / "metrics.md": metrics_page()}
 
 
 def main() -> None:

@@ -308,3 +308,20 @@ def test_notes_tell_how_to_reach_the_server_and_warn_of_missing_keys(chart):
     assert "service/chat-dspark-serve-serve-svc 8000:8000" in notes and "Bearer KEY" in notes and "WARNING" not in notes
     (notes,) = [text for name, text in render(chart, OPEN_TO_ALL).items() if name.endswith("NOTES.txt")]
     assert "WARNING: there are no API keys" in notes
+
+
+def test_alerts_and_dashboards_are_rendered_as_they_lie_in_the_chart(chart):
+    values = {**EVERYTHING, "prometheusRule": {"enabled": True, "runbookBase": "https://docs.example/runbooks/"}}
+    found = objects(chart, values)
+    rules = of_kind(found, "PrometheusRule")["spec"]["groups"]
+    shipped = yaml.safe_load((CHART / "rules" / "dspark.yaml").read_text())["groups"]
+    assert [rule["expr"] for rule in rules[0]["rules"]] == [rule["expr"] for rule in shipped[0]["rules"]]
+    links = {rule["annotations"]["runbook_url"] for rule in rules[0]["rules"]}
+    assert all(link.startswith("https://docs.example/runbooks/") for link in links)
+    assert "{{ $labels.model }}" in json.dumps(rules)
+    boards = [each for each in found if each["kind"] == "ConfigMap"]
+    assert len(boards) == 4
+    for each in boards:
+        ((name, text),) = each["data"].items()
+        assert json.loads(text) == json.loads((CHART / "dashboards" / name).read_text())
+        assert each["metadata"]["labels"]["grafana_dashboard"] == "1"

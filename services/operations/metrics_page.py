@@ -1,0 +1,46 @@
+"""docs/metrics.md, from the catalogue."""
+
+from __future__ import annotations
+
+from services.metrics import ALIASES, BUDGET, GATEWAY, SCHEDULER, Spec
+
+_INTRO = """# Metrics
+
+`GET /metrics` of a gateway. This page is made of the catalogue in `services/metrics.py` by `python -m services.operations`.
+
+Names below are those in Prometheus: counters with `_total`; a histogram has `_bucket`, `_sum` and `_count`. Every series has
+the label `model` (aliases: `model_name`) beside those listed; it is empty while no model is loaded. Ratios are for the reader:
+divide the rates of two counters, as in
+
+```promql
+sum(rate(dspark_round_tokens_total[5m])) / sum(rate(dspark_verify_rounds_total[5m]))
+```
+
+which is the mean accept length. The engine's numbers are the same from every gateway replica: take them once,
+`max by (job, model) (...)`, before adding up engines. A gateway's own numbers are of the replica that a scrape reached.
+"""
+
+
+def metrics_page() -> str:
+    parts = [
+        _INTRO,
+        "## Of the engine\n",
+        _table((*SCHEDULER, BUDGET)),
+        "\n## Of a gateway\n",
+        _table(GATEWAY),
+        "\n## Aliases for tools that know vLLM\n",
+        _table(ALIASES),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def exported_name(spec: Spec) -> str:
+    return f"{spec.name}_total" if spec.kind == "counter" else spec.name
+
+
+def _table(specs: tuple[Spec, ...]) -> str:
+    rows = [
+        f"| `{exported_name(spec)}` | {spec.kind} | {', '.join(f'`{label}`' for label in spec.labels)} | {spec.help} |"
+        for spec in specs
+    ]
+    return "\n".join(["| name | kind | labels | meaning |", "|---|---|---|---|", *rows])
