@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import helm_python as helm
+import kubernetes_validate
 import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
@@ -138,6 +139,19 @@ def test_lint_finds_nothing(case):
     assert not [each for each in json.loads(json.dumps(found, default=vars))["messages"] if each["severity"] > 1], found
 
 
+@pytest.mark.parametrize("case", MATRIX)
+def test_objects_are_what_kubernetes_knows(chart, case):
+    found = objects(chart, MATRIX[case])
+    custom = ("ray.io/", "monitoring.coreos.com/")
+    checked = [each for each in found if not each["apiVersion"].startswith(custom)]
+    names = [f"pod-{number}" for number in range(len(pods(found)))]
+    for name, pod in zip(names, pods(found), strict=True):
+        metadata = {**pod["metadata"], "name": name}
+        checked.append({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod["spec"]})
+    for each in checked:
+        kubernetes_validate.validate(each, "1.33", strict=True)
+
+
 def test_values_reach_the_settings_with_their_types(chart):
     values = {
         **KEYS,
@@ -231,6 +245,7 @@ def test_monitors_and_budget_select_the_pods_of_this_release(chart):
         ({**KEYS, "workerGroups": {"workers": {"replicas": 2}}}, "modelCache.accessModes"),
         ({**KEYS, "workerGroups": {"workers": None}}, "workerGroups: at least one group"),
         ({**KEYS, "fullnameOverride": "x" * 48}, "longer than KubeRay's 47"),
+        ({**KEYS, "fullnameOverride": "4you"}, "begins with a letter"),
         ({**KEYS, "modelVolumes": [{"name": "m", "mountPath": "/m"}]}, "modelVolumes: m needs a claim or an image"),
         ({**KEYS, "ingress": {"enabled": True, "tlsSecret": "tls"}}, "ingress.host"),
     ],

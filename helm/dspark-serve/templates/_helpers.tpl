@@ -6,6 +6,7 @@
 {{- $name := include "dspark.name" . -}}
 {{- $full := .Values.fullnameOverride | default (ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name)) -}}
 {{- if gt (len $full) 47 }}{{ fail (printf "the name %q is longer than KubeRay's 47 characters; set fullnameOverride" $full) }}{{ end -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $full) }}{{ fail (printf "the name %q is none that begins with a letter and has letters, digits and - only; set fullnameOverride" $full) }}{{ end -}}
 {{- $full -}}
 {{- end -}}
 
