@@ -340,3 +340,10 @@ def test_alerts_and_dashboards_are_rendered_as_they_lie_in_the_chart(chart):
         ((name, text),) = each["data"].items()
         assert json.loads(text) == json.loads((CHART / "dashboards" / name).read_text())
         assert each["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def test_an_upgrade_says_that_changed_pods_wait_for_the_cluster_to_go(chart):
+    for strategy, told in (("None", True), ("NewCluster", False)):
+        files = chart.render({**KEYS, "upgradeStrategy": strategy}, name="chat", namespace="models", is_upgrade=True)
+        (notes,) = [text for name, text in files.items() if name.endswith("NOTES.txt")]
+        assert ("delete raycluster" in notes) == told
