@@ -783,7 +783,7 @@ def test_a_fixed_wish_drafts_even_where_the_gate_is_shut() -> None:
     bench.run()
     drafted = {name: sum(delta.num_drafted > 0 for delta in bench.deltas[name]) for name in ("own", "two")}
     assert drafted["two"] >= 195
-    assert drafted["own"] < 60
+    assert drafted["own"] < 100
 
 
 def test_planners_never_change_the_text_of_a_mixed_batch() -> None:
