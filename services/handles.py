@@ -7,6 +7,7 @@ Captured features never pass through the scheduler: `verify` has two results, an
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
@@ -45,6 +46,13 @@ def _scheduler_error(error: Exception) -> Exception:
     return error
 
 
+def _apart(method: Any, *args: Any) -> Any:
+    """Calls a handle outside the context of the HTTP request at hand. Serve cancels all calls made within it when its client
+    goes, and ours must not end then: the subscription is every request's, a cancel is made because the client went, and a
+    submit that is cut off half-way leaves a request that nobody cancels."""
+    return contextvars.Context().run(method.remote, *args)
+
+
 class RemoteScheduler:
     """services.gateway.engine.Scheduler over a Serve handle. The two configured handles are made once: each keeps its own
     routing state and metrics."""
@@ -72,7 +80,7 @@ class RemoteScheduler:
         await self._call_or_phase("check_health")
 
     async def subscribe(self, subscriber: str) -> AsyncGenerator[list[Delta], None]:
-        response = self._streaming.subscribe.remote(subscriber)
+        response = _apart(self._streaming.subscribe, subscriber)
         try:
             async for deltas in response:
                 yield deltas
@@ -97,7 +105,7 @@ class RemoteScheduler:
 
     async def _call(self, method: str, *args: Any) -> Any:
         try:
-            return await getattr(self._unary, method).remote(*args)
+            return await _apart(getattr(self._unary, method), *args)
         except Exception as error:
             raise _scheduler_error(error) from error
 

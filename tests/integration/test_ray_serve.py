@@ -38,6 +38,7 @@ from tests.integration.character_tokenizer import save_tokenizer
 CHAT = "/v1/chat/completions"
 PROMPTS = ["hello", "a longer prompt with many words", "xyz", "the cat sat on the mat"]
 NUM_TOKENS = 60
+IDLE_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def tree(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
         "model": {"path": str(target), "name": "golden", "dtype": "float32", "device": "cpu"},
         "drafter": {"checkpoint": str(golden / "dspark_vanilla"), "dtype": "float32", "device": "cpu"},
         "scheduler": {"planner": "fixed:7", "max_live": 8, "prefill_chunk": 32, "check_integrity": True},
-        "gateway": {"drain_s": 20, "connect_timeout_s": 60},
+        "gateway": {"drain_s": 20, "connect_timeout_s": 60, "idle_s": IDLE_S},
         "threads": 1,
         "cache_dir": str(folder / "cache"),
     }
@@ -266,6 +267,21 @@ def test_clients_that_drop_leave_nothing_behind(served, expected):
     )
     until(lambda: all(metric(served, name) == 0 for name in names), timeout_s=10)
     assert streamed(served, "xyz")[0] == expected["xyz"]
+
+
+def test_a_client_that_drops_ends_its_own_request_and_no_other(served):
+    """Also when it was the one for whom the gateway subscribed."""
+    long = {"stream": True, "max_tokens": 400}
+    for _ in range(3):
+        time.sleep(IDLE_S + 0.3)
+        with (
+            concurrent.futures.ThreadPoolExecutor(4) as pool,
+            served.stream("POST", CHAT, json=body("hello", **long)) as first,
+        ):
+            next(first.iter_raw())
+            others = [pool.submit(streamed, served, prompt, max_tokens=400) for prompt in PROMPTS]
+            time.sleep(0.05)
+        assert [other.result()[1][-1] for other in others] == ["[DONE]"] * len(PROMPTS)
 
 
 def test_torch_is_where_something_computes_and_nowhere_else(served):
