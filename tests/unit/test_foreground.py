@@ -18,9 +18,10 @@ from services.foreground import Stopped, run_behind
 
 def server():
     worker = subprocess.Popen(["sleep", "600"], process_group=0)
-    print("worker", worker.pid, flush=True)
     try:
-        time.sleep(600)
+        print("worker", worker.pid, flush=True)
+        while True:
+            time.sleep(0.1)  # a signal just before one long sleep would wait for its end
     except Stopped as stop:
         print("alive" if worker.poll() is None else "dead", stop.name, flush=True)
         return 0 if sys.argv[1] == "drains" else 128 + stop.number
