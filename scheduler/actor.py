@@ -118,7 +118,7 @@ class SchedulerActor:
 
     async def snapshot(self) -> SchedulerStats:
         loop = self._started()
-        refined = loop.core.drafting.curve
+        refined = loop.core.drafting.prices.curve
         curve = refined.base if refined is not None else None
         now = self._clock()
         stats = loop.core.stats()

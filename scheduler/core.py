@@ -146,7 +146,7 @@ class PrefixScheduler:
 
     def overlap_pays(self) -> bool:
         """Two cohorts, one drafting while the other is verified, are expected to emit more than all at once."""
-        return self.drafting.overlap_pays([live for live in self.residency.live.values() if live.decodes])
+        return self.drafting.overlap_pays(self._decoding())
 
     def check_drafts(self, call: DraftCall, drafts: Sequence[Draft]) -> None:
         """Raises DrafterLost when they are not an answer to `call`."""
@@ -179,11 +179,11 @@ class PrefixScheduler:
     def record(self, step: StepStats) -> None:
         """The last step with its times."""
         self.ledger.record(step)
-        self.drafting.observe_step(step)
+        self.drafting.prices.observe(step)
 
     def stats(self) -> SchedulerStats:
         """The counters, and the gauges that are known here."""
-        tables = self.residency.tables
+        tables, curve = self.residency.tables, self.drafting.prices.curve
         self.ledger.num_gate_probes = self.drafting.num_probes
         self.ledger.num_untrimmed_plans = self.drafting.num_untrimmed
         return SchedulerStats(
@@ -200,7 +200,7 @@ class PrefixScheduler:
             drafter_alive=self.drafting.alive,
             max_request_tokens=self.max_request_tokens,
             drift=self.drafting.drift,
-            verify_cost_factor=self.drafting.curve.verify_factor if self.drafting.curve else 1.0,
+            verify_cost_factor=curve.verify_factor if curve is not None else 1.0,
         )
 
     # -- workers come and go --
@@ -311,13 +311,13 @@ class PrefixScheduler:
         return PendingStep(plan, shares, load.context_len, predicted_s, len(call.asks), call.width, self.drafting.shut)
 
     def _prefill_budget(self) -> int:
-        decoding = [live for live in self.residency.live.values() if live.decodes]
-        return self.drafting.prefill_budget(
-            most=self.config.prefill_chunk,
-            longest_s=self.config.longest_step_s,
-            num_decoding=len(decoding),
-            context_len=sum(live.num_computed for live in decoding) / max(1, len(decoding)),
-        )
+        most, longest_s = self.config.prefill_chunk, self.config.longest_step_s
+        if longest_s <= 0.0:
+            return most
+        return self.drafting.prefill_budget(self._decoding(), most=most, longest_s=longest_s)
+
+    def _decoding(self) -> list[Live]:
+        return [live for live in self.residency.live.values() if live.decodes]
 
     def _welcome(self, live: Live, now: float) -> None:
         live.epoch = self._epoch

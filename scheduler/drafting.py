@@ -1,8 +1,8 @@
 """The drafting half of a step: who is asked for a draft and how wide, and how much of what came back is verified.
 
-Owns what is known of the drafter: acceptance estimates, the drift of its confidences, the outlook, the gate, and the lookups in
-the cost curve. Must not know blocks; a proposal's `cap` says how many of its tokens have room. A request's own planner stands
-beside the deployment's: what it fixes is verified whatever it costs, and the rest is weighed with that in the step.
+Owns what is known of the drafter: acceptance estimates, the drift of its confidences, the outlook and the gate. Must not know
+blocks; a proposal's `cap` says how many of its tokens have room. A request's own planner stands beside the deployment's: what it
+fixes is verified whatever it costs, and the rest is weighed with that in the step.
 """
 
 from __future__ import annotations
@@ -21,21 +21,15 @@ from scheduler.estimates import AcceptanceEstimates
 from scheduler.gate import Choice, DraftGate, Prices
 from scheduler.live import Live
 from scheduler.outlook import Outlook
-from scheduler.refinement import RefinedCurve, tokens_within
-from scheduler.stats import StepStats
+from scheduler.pricing import Pricing, StepLoad
 from scheduler.throughput import CostCurve
 from scheduler.wire import Draft, DraftAsk, DrafterInfo
 
-_HOST_MEMORY = 0.05
-_MOST_HOST_S = 0.1
-# Two cohorts must promise to be so much sooner through, for each step has a cost of its own.
-_OVERLAP_PAYS = 0.95
+_USUAL_MEMORY = 0.05
 # A shut gate is asked again after so many steps, an open one after fewer, and at once when someone comes or goes: asking costs
 # a percent of a step.
 _ASK_AGAIN = 8
 _CHOOSE_AGAIN = 4
-# Prompt tokens per step that every longest step allows, so that prompts advance.
-_LEAST_PREFILL = 16
 
 _planner_named = lru_cache(maxsize=256)(parse_planner)
 
@@ -63,24 +57,10 @@ class Proposal:
         return len(self.draft.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class StepLoad:
-    """The step without its drafts: last tokens of running answers (each gets a token), prompt tokens, tokens before each token
-    on average."""
-
-    num_rounds: int
-    num_prefill: int
-    context_len: float
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_rounds + self.num_prefill
-
-
 class Drafting:
     def __init__(self, planner: Planner, info: DrafterInfo | None, curve: CostCurve | None, max_live: int) -> None:
         self.planner = planner
-        self.curve = RefinedCurve(curve) if curve is not None else None
+        self.prices = Pricing(curve)
         self.info: DrafterInfo | None = None
         self.alive = False
         self.gate_state = "off"
@@ -94,13 +74,11 @@ class Drafting:
         self._probe: Live | None = None
         self._stated: Probabilities = np.zeros((0, 0))
         self._believed: Probabilities = np.zeros((0, 0))
-        self.host_s = 0.0
-        self._hidden = False
         self._usual_width = info.width if info is not None else 0
         self._usual_verified = 1.0
         self._kept: tuple[list[int], Choice, int] | None = None
         self._asleep_until = 0
-        self._num_asleep = 0
+        self._asleep: list[int] = []
         if info is not None:
             self.connect(info)
 
@@ -120,7 +98,7 @@ class Drafting:
 
     @property
     def trim_off_reason(self) -> str:
-        if self.planner.adaptive and self.info is not None and self.curve is None:
+        if self.planner.adaptive and self.info is not None and self.prices.curve is None:
             return "no cost curve"
         return ""
 
@@ -154,7 +132,7 @@ class Drafting:
         if self.info is not None:
             self._estimates.reset(live.slot, class_index(live.request.text_class))
             self._outlook.forget(live.slot)
-            self._kept = None
+            self._kept, self._asleep_until = None, 0
         self._last_drafted[live.slot] = step
 
     def choose(
@@ -162,7 +140,7 @@ class Drafting:
     ) -> DraftCall:
         """backlog: prompt tokens that will be in the step. hidden: another step is verified meanwhile, so that a draft costs
         only what it takes longer than that."""
-        self._hidden = hidden
+        self.prices.hidden = hidden
         self._asked.clear()
         self._probe = None
         self.call = DraftCall()
@@ -170,18 +148,18 @@ class Drafting:
             self.shut = False
             self.gate_state = "off"
             return self.call
-        if self.shut and step < self._asleep_until and len(residents) == self._num_asleep:
+        decoding = [live for live in residents if live.decodes]
+        running = [live.slot for live in decoding]
+        if self.shut and step < self._asleep_until and running == self._asleep:
             return self.call
         self.shut = False
-        decoding = [live for live in residents if live.decodes]
         candidates = [live for live in decoding if self._may_draft(live, epoch)]
         if candidates:
-            context_len = sum(live.num_computed for live in decoding) / len(decoding)
-            load = StepLoad(len(decoding), backlog, context_len)
+            load = StepLoad(len(decoding), backlog, _mean_context(decoding))
             self._ask(candidates, self._kept_or_new(candidates, load, step), step)
         if self.shut:
             self._asleep_until = min(step + _ASK_AGAIN, self._gate.next_probe)
-            self._num_asleep = len(residents)
+            self._asleep = running
         return self.call
 
     def propose(self, live: Live, draft: Draft, cap: int) -> Proposal | None:
@@ -204,7 +182,7 @@ class Drafting:
         more_tokens, more_emitted = 0, 0.0
         for planner in sorted(rows_of, key=lambda planner: (planner.adaptive, planner.rule)):
             rows = np.array(rows_of[planner])
-            if planner.adaptive and self.curve is None:
+            if planner.adaptive and self.prices.curve is None:
                 self.num_untrimmed += 1
             lengths = admit(
                 planner,
@@ -222,13 +200,6 @@ class Drafting:
                 more_emitted += float(survivals(confidence=self._believed[rows], caps=lengths).sum())
         self._outlook.remember(slots, step, np.cumprod(self._believed, axis=1, dtype=np.float64))
 
-    def predicted_s(self, load: StepLoad, num_drafts: int) -> float | None:
-        """Seconds of draft + verify according to the curve."""
-        if self.curve is None:
-            return None
-        verify_s = float(self.curve.verify_seconds(load.num_tokens + num_drafts, 1, load.context_len)[0])
-        return verify_s + self.curve.draft_seconds(len(self.call.asks), self.call.width)
-
     def observe(self, proposals: Sequence[Proposal], num_accepted: Sequence[int], step: int) -> None:
         """What the target accepted of each proposal."""
         if self.info is None:
@@ -237,7 +208,7 @@ class Drafting:
         if not proposals:
             return
         num_verified = np.array([p.num_admitted for p in proposals])
-        self._usual_verified += _HOST_MEMORY * (float(num_verified.mean()) - self._usual_verified)
+        self._usual_verified += _USUAL_MEMORY * (float(num_verified.mean()) - self._usual_verified)
         accepted = np.asarray(num_accepted)
         self._estimates.observe(
             slots=_slots([p.live for p in proposals]),
@@ -257,47 +228,32 @@ class Drafting:
             if proposal.probe:
                 self._gate.probed(step, success=count > 0)
 
-    def observe_step(self, step: StepStats) -> None:
-        """What the last step took. Host seconds pass whatever is verified; a clock that jumped must not pass for work."""
-        host_s = min(max(0.0, step.host_s), _MOST_HOST_S, 4.0 * self.host_s + 1e-3)
-        self.host_s += _HOST_MEMORY * (host_s - self.host_s)
-        if self.curve is not None:
-            self.curve.observe(
-                num_tokens=step.num_tokens,
-                context_len=step.context_len,
-                verify_s=step.verify_s,
-                num_drafting=step.num_drafting,
-                width=step.width,
-                draft_s=step.draft_s,
-            )
+    def predicted_s(self, load: StepLoad, num_drafts: int) -> float | None:
+        """Seconds of draft + verify according to the curve."""
+        curve = self.prices.curve
+        if curve is None:
+            return None
+        return float(curve.verify_seconds(load.num_tokens + num_drafts, 1, load.context_len)[0]) + self._draft_s()
 
     def overlap_pays(self, decoding: Sequence[Live]) -> bool:
-        """Whether two halves, one drafting while the other is verified, are through sooner than all in one step.
-
-        They are where verifying costs by the token; where it costs the same for half as many, they are not.
-        """
-        count = len(decoding)
-        if count < 2 or not self.active or self.shut:
+        """Whether these requests, of which some draft, are better served as two cohorts; without a curve they are."""
+        if len(decoding) < 2 or not self.active or self.shut:
             return False
-        if self.curve is None:
+        if self.prices.curve is None:
             return True
-        context_len = sum(live.num_computed for live in decoding) / count
-        tokens = 1.0 + self._usual_verified
+        return self.prices.overlap_pays(
+            len(decoding),
+            width=self._usual_width,
+            tokens_each=1.0 + self._usual_verified,
+            context_len=_mean_context(decoding),
+        )
 
-        def seconds(num_requests: int) -> tuple[float, float]:
-            assert self.curve is not None
-            verify_s = self.curve.verify_seconds(round(num_requests * tokens), 1, context_len)[0]
-            return self.curve.draft_seconds(num_requests, self._usual_width), float(verify_s)
-
-        return 2 * max(seconds((count + 1) // 2)) < _OVERLAP_PAYS * sum(seconds(count))
-
-    def prefill_budget(self, *, most: int, longest_s: float, num_decoding: int, context_len: float) -> int:
-        """Prompt tokens that may join the next step so that it takes at most longest_s, as far as the curve knows."""
-        if self.curve is None or longest_s <= 0.0 or num_decoding == 0:
+    def prefill_budget(self, decoding: Sequence[Live], *, most: int, longest_s: float) -> int:
+        """Prompt tokens that may join the next step of these running answers, as far as the curve knows."""
+        if self.prices.curve is None or not decoding:
             return most
-        left_s = longest_s - self._draft_s() - self.host_s
-        room = tokens_within(self.curve, seconds=left_s, num_tokens=num_decoding, most=most, context_len=context_len)
-        return min(most, max(_LEAST_PREFILL, room))
+        load = StepLoad(len(decoding), 0, _mean_context(decoding))
+        return self.prices.prefill_budget(most=most, longest_s=longest_s, draft_s=self._draft_s(), load=load)
 
     def _planner_of(self, live: Live) -> Planner:
         wish = live.request.speculation
@@ -327,7 +283,7 @@ class Drafting:
         """The width that its planner fixes; None where the gate is to decide."""
         assert self.info is not None
         planner = self._planner_of(live)
-        if planner.adaptive and self.curve is not None:
+        if planner.adaptive and self.prices.curve is not None:
             return None
         width = self.info.width
         if planner.rule is Rule.FIXED and self.info.variable_width:
@@ -355,20 +311,17 @@ class Drafting:
         if len(fixed) == len(candidates):
             return Choice(fixed, fixed_width)
         weighed = np.array([row for row, width in enumerate(widths) if width is None], dtype=np.int64)
-        assert self.curve is not None
         slots = _slots([candidates[row] for row in weighed])
         caps = np.array([self._cap(candidates[row]) for row in weighed])
-        verify_s = self._verify_seconds(load, len(fixed) * fixed_width, len(weighed) * self.info.width + 1)
-        table = self.curve.draft_table(len(candidates), self.info.width)
-        if self._hidden:
-            table = np.maximum(0.0, table - verify_s[0])
+        verify_s = self.prices.verify_seconds(load, len(fixed) * fixed_width, len(weighed) * self.info.width + 1)
+        table = self.prices.draft_table(len(candidates), self.info.width, verify_s=float(verify_s[0]))
         choice = self._gate.choose(
             step=step,
             survival=survivals(confidence=self._estimates.rates(slots), caps=caps),
             idle_steps=step - self._last_drafted[slots],
             prices=Prices(
                 num_sampling=load.num_rounds,
-                verify_seconds=verify_s + self.host_s,
+                verify_seconds=verify_s + self.prices.host_s,
                 draft_seconds=_beside(table, len(fixed), fixed_width),
                 looks_ahead=self.planner.rule is Rule.AUTO,
             ),
@@ -418,30 +371,12 @@ class Drafting:
         return self._outlook.profile(slots, step, caps=caps, width=self.width, otherwise=usual)
 
     def _step_seconds(self, load: StepLoad, more_tokens: int, count: int) -> Seconds | None:
-        if self.curve is None:
+        if self.prices.curve is None:
             return None
-        seconds = self._verify_seconds(load, more_tokens, count)
-        draft_s = max(0.0, self._draft_s() - seconds[0]) if self._hidden else self._draft_s()
-        return seconds + (draft_s + self.host_s)
-
-    def _verify_seconds(self, load: StepLoad, more_tokens: int, count: int) -> Seconds:
-        """[count] seconds of a step of that load and 0, 1, 2 ... tokens more, less what its prompt tokens take.
-
-        Prompts must be computed whatever is drafted: counted in, they would make time look cheap (few tokens come of it) and
-        drafts worth their price in just the steps that they lengthen most.
-        """
-        assert self.curve is not None
-        seconds = self.curve.verify_seconds(load.num_tokens + more_tokens, count, load.context_len)
-        if load.num_prefill == 0:
-            return seconds
-        with_prompts, without = (
-            self.curve.verify_seconds(n, 1, load.context_len)[0] for n in (load.num_tokens, load.num_rounds)
-        )
-        return seconds - (with_prompts - without)
+        return self.prices.step_seconds(load, more_tokens, count, draft_s=self._draft_s())
 
     def _draft_s(self) -> float:
-        assert self.curve is not None
-        return self.curve.draft_seconds(len(self.call.asks), self.call.width)
+        return self.prices.draft_s(len(self.call.asks), self.call.width)
 
 
 def check_answer(call: DraftCall, drafts: Sequence[Draft], vocab_size: int) -> None:
@@ -463,6 +398,10 @@ def _beside(table: Seconds, num_fixed: int, fixed_width: int) -> Seconds:
         return table
     widths = np.maximum(np.arange(table.shape[1]), fixed_width)
     return table[num_fixed:, widths]
+
+
+def _mean_context(lives: Sequence[Live]) -> float:
+    return sum(live.num_computed for live in lives) / len(lives)
 
 
 def _slots(lives: Sequence[Live]) -> npt.NDArray[np.int64]:

@@ -171,7 +171,7 @@ def launch() -> Launch:
         await actor.start()
         engine = RunningEngine(actor, verifier)
         if like_a_gpu:
-            engine.core.drafting.curve = SteadyCurve(CostCurve(GPU_LIKE, measured_at=0.0))
+            engine.core.drafting.prices.curve = SteadyCurve(CostCurve(GPU_LIKE, measured_at=0.0))
         listener = asyncio.create_task(engine.listen())
         try:
             yield engine

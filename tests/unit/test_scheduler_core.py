@@ -230,7 +230,7 @@ def test_algorithm1_trims_under_a_steep_curve_and_not_under_a_flat_one() -> None
 
 def test_a_drafter_that_is_never_right_is_asked_ever_less() -> None:
     bench = bench_with("algorithm1", knows=never, max_model_len=600, num_blocks=160)
-    bench.core.drafting.curve = RefinedCurve(flat_curve(draft_s=0.01))
+    bench.core.drafting.prices.curve = RefinedCurve(flat_curve(draft_s=0.01))
     bench.add("r", PROMPT, max_tokens=500)
     bench.run()
     assert bench.drafter is not None
@@ -245,7 +245,7 @@ def test_a_drafter_that_is_never_right_is_asked_ever_less() -> None:
 def test_a_drafter_without_confidence_that_recovers_is_used_again() -> None:
     """Its drafts are judged by what was accepted before, so a probe has to verify something to find anything out."""
     bench = bench_with("algorithm1", width=1, knows=never, num_blocks=200)
-    bench.core.drafting.curve = RefinedCurve(flat_curve(width=1, draft_s=1e-4, token_s=0.006))
+    bench.core.drafting.prices.curve = RefinedCurve(flat_curve(width=1, draft_s=1e-4, token_s=0.006))
     assert bench.drafter is not None
     num_accepted = []
     for i in range(24):
@@ -745,7 +745,7 @@ def test_a_clock_that_jumps_while_planning_does_not_pass_for_host_work(jump_s: f
         bench.step()
         assert bench.core.last_step is not None
         bench.core.record(dataclasses.replace(bench.core.last_step, plan_s=jump_s if step == 3 else 0.0005))
-    assert 0.0 <= bench.core.drafting.host_s < 0.001
+    assert 0.0 <= bench.core.drafting.prices.host_s < 0.001
 
 
 # -- each request its own say --
@@ -759,7 +759,7 @@ def speculating(bench: Bench, name: str, prompt: list[int], wish: Speculation, m
 @pytest.mark.parametrize("planner", ["auto", "algorithm1", "fixed:5"])
 def test_requests_with_planners_of_their_own_are_honoured_in_one_batch(planner: str) -> None:
     bench = bench_with(planner, knows=always)
-    bench.core.drafting.curve = RefinedCurve(flat_curve())
+    bench.core.drafting.prices.curve = RefinedCurve(flat_curve())
     wishes = {
         "plain": Speculation(planner="off"),
         "two": Speculation(planner="fixed:2"),
@@ -777,13 +777,29 @@ def test_requests_with_planners_of_their_own_are_honoured_in_one_batch(planner: 
 
 def test_a_fixed_wish_drafts_even_where_the_gate_is_shut() -> None:
     bench = bench_with("auto", knows=never, max_model_len=600, num_blocks=300)
-    bench.core.drafting.curve = RefinedCurve(flat_curve(draft_s=0.01))
+    bench.core.drafting.prices.curve = RefinedCurve(flat_curve(draft_s=0.01))
     speculating(bench, "own", [1, *PROMPT], Speculation(), max_tokens=200)
     speculating(bench, "two", [2, *PROMPT], Speculation(planner="fixed:2"), max_tokens=200)
     bench.run()
     drafted = {name: sum(delta.num_drafted > 0 for delta in bench.deltas[name]) for name in ("own", "two")}
     assert drafted["two"] >= 195
     assert drafted["own"] < 100
+
+
+def test_a_sleeping_gate_wakes_for_a_fixed_wish_that_takes_the_place_of_another() -> None:
+    bench = bench_with("auto", knows=never, max_model_len=600, num_blocks=300)
+    bench.core.drafting.prices.curve = RefinedCurve(flat_curve(draft_s=0.01))
+    bench.add("stays", [1, *PROMPT], max_tokens=120)
+    bench.add("goes", [2, *PROMPT], max_tokens=60)
+    speculating(bench, "two", [3, *PROMPT], Speculation(planner="fixed:2"), max_tokens=40)
+    bench.cancel("two")
+    while not bench.core.drafting.shut:
+        bench.step()
+    bench.cancel("goes")
+    speculating(bench, "again", [4, *PROMPT], Speculation(planner="fixed:2"), max_tokens=40)
+    bench.run()
+    rounds = [delta for delta in bench.deltas["again"] if delta.is_round]
+    assert all(delta.num_drafted > 0 for delta in rounds[:-2])
 
 
 def test_planners_never_change_the_text_of_a_mixed_batch() -> None:
