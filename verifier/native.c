@@ -4,37 +4,9 @@
  * bfloat16 values travel as uint16_t; sums, maxima and exponentials are float32. Row layout of projections: H query heads, KV
  * key heads, KV value heads, each of hd values. Cache row: KV key heads, then KV value heads.
  */
-#include <immintrin.h>
-#include <math.h>
-#include <stdint.h>
-
-typedef uint16_t bf16;
-#define INLINE static inline __attribute__((always_inline))
+#include "bfloat16.h"
 
 enum { TILE = 32, MAX_QUERIES = 32, MAX_HEAD_DIM = 128 };
-
-INLINE __m512 widen(const bf16 *p) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
-}
-
-INLINE void narrow(bf16 *p, __m512 v) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(v)); }
-
-/* exp(x) for x <= 0 or moderate x: 2^n * polynomial(r), relative error about 2e-7 */
-INLINE __m512 exp_ps(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
-    x = _mm512_min_ps(x, _mm512_set1_ps(88.0f));
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-    return _mm512_scalef_ps(p, n);
-}
 
 /* x [n, d] -> out [n, d]; d a multiple of 16 */
 void dspark_rms_norm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t n, int64_t d, float eps) {
@@ -188,7 +160,7 @@ INLINE void attend_tile(Queries *qs, int64_t q0, const int n, int64_t first, con
             qs->sums[q0 + q] = _mm512_mul_ps(qs->sums[q0 + q], shrink);
             for (int i = 0; i < hd / 16; i++) qs->acc[q0 + q][i] = _mm512_mul_ps(qs->acc[q0 + q][i], shrink);
         }
-        /* exp_ps clamps, so that a masked score of -inf becomes 1e-38 at most: rounded away in the sum and in bfloat16 */
+        /* a masked score of -inf weighs 0; every query here sees a key of the tile, so that the peak is finite */
         __m512 peak = _mm512_set1_ps(*top);
         left[q] = exp_ps(_mm512_sub_ps(left[q], peak));
         right[q] = exp_ps(_mm512_sub_ps(right[q], peak));

@@ -35,6 +35,7 @@ MAX_QUERIES = 32  # of native.c: query rows x heads per key head in one item
 # No -ffast-math: a library linked with it makes the whole process flush subnormal numbers to zero.
 _FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fPIC", "-fopenmp"]
 _SOURCE = Path(__file__).with_name("native.c")
+_HEADER = Path(__file__).with_name("bfloat16.h")
 
 
 class _Step(ctypes.Structure):
@@ -81,7 +82,8 @@ def load() -> ctypes.CDLL | None:
 def _built(source: Path, compiler: str) -> Path:
     """Path of the shared library for a source, compiler and CPU; built into a temporary file, then renamed."""
     cpu = "".join(line for line in _cpu_lines() if line.startswith(("model name", "flags")))
-    key = hashlib.sha256("\0".join([source.read_text(), compiler, " ".join(_FLAGS), cpu]).encode()).hexdigest()[:16]
+    parts = [source.read_text(), _HEADER.read_text(), compiler, " ".join(_FLAGS), cpu]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = default_cache_dir() / "native"
     target = folder / f"native-{key}.so"
     if target.is_file():
@@ -91,7 +93,7 @@ def _built(source: Path, compiler: str) -> Path:
         built = Path(scratch) / "native.so"
         gomp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
         link = [f"-L{gomp[0].parent}", f"-l:{gomp[0].name}"] if gomp else []
-        command = [compiler, *_FLAGS, "-shared", str(source), *link, "-lm", "-o", str(built)]
+        command = [compiler, *_FLAGS, f"-I{_HEADER.parent}", "-shared", str(source), *link, "-lm", "-o", str(built)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if result.returncode:
             raise OSError(f"{compiler}: {(result.stderr.strip().splitlines() or ['failed'])[0]}")
