@@ -175,7 +175,8 @@ class AnswerResponse(Response):
 
     def _usage(self) -> dict[str, Any]:
         """A prompt is counted once, however many choices it has."""
-        return usage_body(self._job.num_prompt, self._num_tokens, self._num_cached)
+        thought = sum(choice.num_reasoning_tokens for choice in self._choices) if self._job.may_think else None
+        return usage_body(self._job.num_prompt, self._num_tokens, self._num_cached, thought)
 
     def _extra(self) -> dict[str, Any]:
         """`metrics`, which is of one choice: null when there are several."""

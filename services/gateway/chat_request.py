@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from scheduler.errors import BadParams
 from services.gateway.fields import INT64, MAX_TOP_LOGPROBS, GenerationFields
 from services.gateway.messages import Message
-from services.gateway.tools import MAX_TOOLS, NamedTool, Tool, ToolChoice, ToolUse, named_choice, tool_use
+from services.gateway.tools import MAX_TOOLS, Tool, ToolChoice, ToolUse, read_choice, tool_use
 
 # What the server itself tells the chat template.
 _RESERVED = (
@@ -39,8 +39,8 @@ class ChatRequest(GenerationFields):
 
     @field_validator("tool_choice", mode="before")
     @classmethod
-    def _one_choice(cls, choice: Any) -> str | NamedTool | None:
-        return named_choice(choice)
+    def _one_choice(cls, choice: Any) -> Any:
+        return read_choice(choice)
 
     @field_validator("chat_template_kwargs")
     @classmethod

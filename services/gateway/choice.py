@@ -8,6 +8,7 @@ and no engine.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,7 +43,8 @@ class Piece:
 class Choice:
     """The state of one choice: its text, its counts, how it ended (`finish_reason`, None while it runs).
 
-    shown_ids: special tokens whose text the parser wants to see; the others are no text.
+    shown_ids: special tokens whose text the parser wants to see; the others are no text. may_think: the answer may begin
+    with a thought, whose tokens are counted.
     """
 
     def __init__(
@@ -54,13 +56,17 @@ class Choice:
         parser: MessageParser,
         *,
         shown_ids: frozenset[int] = frozenset(),
+        may_think: bool = False,
     ) -> None:
         self.index = index
         self.rounds = RoundLog()
         self.usage: Usage | None = None
         self.finish_reason: str | None = None
         self.first_s = self.last_s = 0.0
-        self._text = OutputText(tokenizer, stops, num_unsearched=params.min_tokens, shown_ids=shown_ids)
+        self._num_reasoning: int | None = None if may_think else 0
+        self._text = OutputText(
+            tokenizer, stops, num_unsearched=params.min_tokens, shown_ids=shown_ids, keeps_starts=may_think
+        )
         self._parser = parser
         self._stop_ids = frozenset(params.stop_ids)
         self._wants_logprobs = params.num_logprobs is not None
@@ -69,6 +75,11 @@ class Choice:
     @property
     def num_tokens(self) -> int:
         return self._text.num_tokens
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the thought, its tags included: those that begin before its last character. All of them while it lasts."""
+        return self.num_tokens if self._num_reasoning is None else self._num_reasoning
 
     @property
     def num_chars(self) -> int:
@@ -118,10 +129,12 @@ class Choice:
 
     def _parse(self, text: str) -> MessageDelta:
         message = self._parser.push(text) if text else NOTHING
-        if self.finish_reason is None:
-            return message
-        message = _joined(message, self._parser.finish())
-        self.finish_reason = self._parser.finish_reason(self.finish_reason)
+        if self.finish_reason is not None:
+            message = _joined(message, self._parser.finish())
+            self.finish_reason = self._parser.finish_reason(self.finish_reason)
+        if self._text.starts is not None and self._parser.num_thought is not None:
+            self._num_reasoning = bisect_left(self._text.starts, self._parser.num_thought)
+            self._text.starts = None
         return message
 
     def _take_held(self) -> Sequence[ShownToken]:

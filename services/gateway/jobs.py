@@ -43,6 +43,7 @@ class Job:
     """A validated request, ready to run. requests: one per choice in index order; `num_choices` in a row share a prompt.
 
     new_parser: makes the state that turns one choice's text into message parts. shown_ids: special tokens it wants to see.
+    may_think: answers may begin with a thought.
     """
 
     requests: tuple[Request, ...]
@@ -53,6 +54,7 @@ class Job:
     arrived_s: float
     new_parser: NewParser = ContentOnly
     shown_ids: frozenset[int] = frozenset()
+    may_think: bool = False
 
     @property
     def num_prompt(self) -> int:
@@ -65,7 +67,15 @@ class Job:
     def choices(self) -> list[Choice]:
         fields, tokenizer = self.fields, self.model.tokenizer
         return [
-            Choice(index, tokenizer, request.params, fields.stops, self.new_parser(), shown_ids=self.shown_ids)
+            Choice(
+                index,
+                tokenizer,
+                request.params,
+                fields.stops,
+                self.new_parser(),
+                shown_ids=self.shown_ids,
+                may_think=self.may_think,
+            )
             for index, request in enumerate(self.requests)
         ]
 
@@ -92,7 +102,7 @@ async def chat_job(
     )
     requests = draft.requests(identity.id, [prompt_ids], [params])
     shown_ids = model.dialect.shown_ids if new_parser is not ContentOnly else frozenset()
-    return Job(requests, chat.num_choices, chat, model, output, arrived_s, new_parser, shown_ids)
+    return Job(requests, chat.num_choices, chat, model, output, arrived_s, new_parser, shown_ids, model.dialect.thinks)
 
 
 async def completion_job(

@@ -44,9 +44,16 @@ class MessageParser(Protocol):
         """The reason to report when the engine's is `reason`: `stop` may become `tool_calls`."""
         ...
 
+    @property
+    def num_thought(self) -> int | None:
+        """Characters of the text up to the end of its thought, tags included: 0 without a thought, None while it lasts."""
+        ...
+
 
 class ContentOnly:
     """The text is the content."""
+
+    num_thought = 0
 
     def push(self, text: str) -> MessageDelta:
         return MessageDelta(text) if text else NOTHING

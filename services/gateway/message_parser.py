@@ -40,6 +40,10 @@ class AnswerParser:
         called = self._calls is not None and self._calls.num_calls > 0
         return "tool_calls" if called and reason == "stop" else reason
 
+    @property
+    def num_thought(self) -> int | None:
+        return self._thought.num_thought if self._thought else 0
+
     def _with_calls(self, events: Iterable[Event]) -> list[Event]:
         found: list[Event] = []
         for event in events:

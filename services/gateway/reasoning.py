@@ -28,14 +28,23 @@ class ReasoningSplitter:
         self._held = ""
         self._read = self._at_start
         self._opened = opened
+        self._num_read = 0
+        self._num_thought: int | None = None
 
     @property
     def in_thought(self) -> bool:
         """What comes next is not known to be content."""
         return self._read == self._in_thought or (self._read == self._at_start and self._opened)
 
+    @property
+    def num_thought(self) -> int | None:
+        """Characters of the text up to the thought's end, tags included; 0 where there is no thought, None while it is not
+        known to have ended."""
+        return self._num_thought
+
     def push(self, text: str) -> list[Event]:
         """Pieces of reasoning, then of content; none of them is empty."""
+        self._num_read += len(text)
         if self._read == self._in_content:
             return [Content(text)] if text else []
         self._held += text
@@ -47,6 +56,8 @@ class ReasoningSplitter:
             return [Reasoning(held)]
         if self._read == self._at_start and self._opened:
             return [Reasoning(held.lstrip(_SPACE))] if held.strip(_SPACE) else []
+        if self._read == self._at_start:
+            self._num_thought = 0
         return [Content(held)] if self._read == self._at_start and held else []
 
     def _at_start(self) -> list[Event]:
@@ -59,7 +70,7 @@ class ReasoningSplitter:
         elif self._opened:
             self._held, self._read = text, self._in_thought
         else:
-            self._read = self._in_content
+            self._num_thought, self._read = 0, self._in_content
             return self._take()
         return self._read()
 
@@ -78,6 +89,7 @@ class ReasoningSplitter:
             return [Reasoning(thought)] if thought else []
         thought = self._held[:at].rstrip(_SPACE)
         self._held, self._read = self._held[at + len(CLOSE) :], self._before_content
+        self._num_thought = self._num_read - len(self._held)
         return ([Reasoning(thought)] if thought else []) + self._read()
 
     def _before_content(self) -> list[Event]:

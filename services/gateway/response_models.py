@@ -31,13 +31,19 @@ class PromptTokensDetails(Body):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Body):
+    reasoning_tokens: int
+
+
 class Usage(Body):
-    """cached_tokens: of the prompt, found in the prefix cache."""
+    """cached_tokens: of the prompt, found in the prefix cache. reasoning_tokens: of the completion, up to the end of the
+    thought; only of models that think."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class SpeculativeDecoding(Body):

@@ -91,10 +91,15 @@ def _whole_calls(deltas: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
     return tuple(calls[index] for index in sorted(calls))
 
 
-def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+def usage_body(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int | None = None
+) -> dict[str, Any]:
+    """reasoning_tokens: of completion_tokens; None for a model that does not think."""
+    details = {} if reasoning_tokens is None else {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        **details,
     }

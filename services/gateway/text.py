@@ -195,7 +195,8 @@ class OutputText:
     """Ids of one answer to its text, with stop strings; counts the tokens the client is charged for.
 
     A stop id that ended the answer is counted and not shown. Tokens after a stop string are neither. In the text of the
-    first `num_unsearched` tokens no stop string is looked for (min_tokens).
+    first `num_unsearched` tokens no stop string is looked for (min_tokens). `keeps_starts`: `starts` has for each token the
+    characters of text before it.
     """
 
     def __init__(
@@ -205,6 +206,7 @@ class OutputText:
         *,
         num_unsearched: int = 0,
         shown_ids: frozenset[int] = frozenset(),
+        keeps_starts: bool = False,
     ) -> None:
         self._detokeniser = Detokeniser(tokenizer, shown_ids)
         self._matcher = StopMatcher(stops)
@@ -212,6 +214,7 @@ class OutputText:
         self.num_tokens = 0
         self.num_chars = 0
         self.num_shown = 0
+        self.starts: list[int] | None = [] if keeps_starts else None
 
     @property
     def stopped(self) -> bool:
@@ -222,6 +225,8 @@ class OutputText:
         parts = []
         for token_id in token_ids:
             self.num_tokens += 1
+            if self.starts is not None:
+                self.starts.append(self.num_chars)
             parts.append(self._search(self._detokeniser.push(token_id)))
             if self._matcher.matched:
                 break

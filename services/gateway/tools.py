@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from scheduler.errors import BadParams
 
@@ -57,13 +57,29 @@ class NamedTool(BaseModel):
     function: NamedFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedTools(BaseModel):
+    """tools: those of the request's that may be called; the model is shown all of them. mode: whether it must."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class AllowedToolsChoice(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """tools: those the model is shown, none when it must not call. callable: those it may call. required: it must call at
-    least one, and says nothing else. parallel: it may call several."""
+    """tools: those the model is shown, none when it must not call. callable: those it may call, all of them unless the
+    choice allows fewer. required: it must call at least one, and says nothing else. parallel: it may call several."""
 
     tools: tuple[Tool, ...] = ()
     callable: tuple[Tool, ...] = ()
@@ -78,22 +94,33 @@ class ToolUse:
     def constrains(self) -> bool:
         """The answer cannot be left to the model alone."""
         strict = any(tool.function.strict for tool in self.callable)
-        return self.required or (bool(self.callable) and (strict or not self.parallel))
+        fewer = len(self.callable) < len(self.tools)
+        return self.required or (bool(self.callable) and (strict or fewer or not self.parallel))
 
     def for_template(self) -> list[dict[str, Any]] | None:
         """As chat templates take them; None when there are none, which is what they test for."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools] or None
 
 
-def named_choice(choice: Any) -> str | NamedTool | None:
-    """By hand: a union would report the complaints of all its arms."""
+_CHOICES = (
+    'must be none, auto, required, {"type": "function", "function": {"name": ...}} '
+    'or {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}'
+)
+
+
+def read_choice(choice: Any) -> Any:
+    """By hand, which of the forms is meant: a union would report the complaints of all its arms."""
     if choice is None or choice in ("none", "auto", "required"):
         return choice
-    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str):
-        raise ValueError('must be none, auto, required or {"type": "function", "function": {"name": ...}}')
-    return NamedTool(type="function", function=NamedFunction(name=name))
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if kind not in ("function", "allowed_tools"):
+        raise ValueError(_CHOICES)
+    form: type[BaseModel] = NamedTool if kind == "function" else AllowedToolsChoice
+    try:
+        return form.model_validate(choice)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
 def tool_use(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolUse:
@@ -108,12 +135,24 @@ def tool_use(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: 
         return ToolUse()
     several = parallel is not False
     if isinstance(choice, NamedTool):
-        named = tuple(tool for tool in declared if tool.function.name == choice.function.name)
-        if not named:
-            name = choice.function.name[:64]
-            raise BadParams(f"tool_choice.function.name: {name!r} is none of the tools", "tool_choice.function.name")
-        return ToolUse(declared, named, required=True, parallel=False)
+        named = _named(declared, choice, "tool_choice")
+        return ToolUse(declared, (named,), required=True, parallel=False)
+    if isinstance(choice, AllowedToolsChoice):
+        asked = choice.allowed_tools
+        found = [
+            _named(declared, each, f"tool_choice.allowed_tools.tools.{index}") for index, each in enumerate(asked.tools)
+        ]
+        allowed = tuple(tool for tool in declared if tool in found)
+        return ToolUse(declared, allowed, required=asked.mode == "required", parallel=several)
     return ToolUse(declared, declared, required=choice == "required", parallel=several)
+
+
+def _named(tools: Sequence[Tool], wanted: NamedTool, where: str) -> Tool:
+    name = wanted.function.name
+    for tool in tools:
+        if tool.function.name == name:
+            return tool
+    raise BadParams(f"{where}.function.name: {name[:64]!r} is none of the tools", f"{where}.function.name")
 
 
 def _check_names(tools: Sequence[Tool]) -> None:

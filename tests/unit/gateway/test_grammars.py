@@ -17,7 +17,7 @@ from scheduler.wire import Grammar
 from services.gateway.dialect import Dialect
 from services.gateway.grammar import MAY_THINK, NO_THOUGHT, OPENED, answer_grammar, thought_after
 from services.gateway.structured import StructuredFields, closed
-from services.gateway.tools import Tool, ToolUse, named_choice, tool_use
+from services.gateway.tools import Tool, ToolUse, read_choice, tool_use
 
 SPECIAL = ["<|im_end|>", "<tool_call>", "</tool_call>", "</think>"]
 
@@ -85,7 +85,7 @@ BAD = [hermes("add", "{}"), hermes("add", '{"a": 1, "b": 2}'), hermes("oops", "{
 
 
 def grammar_of(tools: list[Tool], choice: Any, parallel: bool | None, dialect: Dialect) -> Grammar | None:
-    return answer_grammar(None, tool_use(tools, named_choice(choice), parallel), dialect)
+    return answer_grammar(None, tool_use(tools, read_choice(choice), parallel), dialect)
 
 
 def test_required_admits_calls_of_the_tools_and_nothing_else(judge):
@@ -122,6 +122,18 @@ def test_strict_tools_are_followed_where_the_model_chooses_to_call(judge):
         assert judge.admits(grammar, good), good
     for bad in BAD:
         assert not judge.admits(grammar, bad), bad
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_of_allowed_tools_only_those_are_called(judge, mode):
+    names = [{"type": "function", "function": {"name": "look"}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": names}}
+    grammar = grammar_of([ADD, LOOK], choice, None, judge.dialect())
+    assert judge.admits(grammar, OTHER) and judge.admits(grammar, OTHER + "\n" + OTHER)
+    assert judge.admits(grammar, "hi") == judge.admits(grammar, "") == (mode == "auto")
+    for bad in (CALL, OTHER + "\n" + CALL, *BAD):
+        assert not judge.admits(grammar, bad), bad
+    assert not judge.admits(grammar_of([ADD, LOOK], choice, False, judge.dialect()), OTHER + "\n" + OTHER)
 
 
 def test_llama_calls_are_bare_objects():
@@ -253,7 +265,7 @@ def test_plain_text_is_no_constraint(kind):
 )
 def test_tools_that_cannot_be_chosen_are_refused_by_name(tools, choice, param):
     with pytest.raises(BadParams) as refused:
-        tool_use(tools, named_choice(choice), None)
+        tool_use(tools, read_choice(choice), None)
     assert refused.value.param == param
 
 

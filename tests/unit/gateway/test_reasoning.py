@@ -91,3 +91,19 @@ def test_a_thought_leaves_as_it_comes():
 )
 def test_the_prompt_says_whether_a_thought_is_open(prompt, opened):
     assert opened_by(prompt) is opened
+
+
+@given(
+    st.lists(st.sampled_from(["<think>", "</think>", "<", "/", "th", "ink>", " ", "\n", "a"]), max_size=12),
+    st.booleans(),
+)
+def test_the_thought_ends_with_its_closing_tag_wherever_the_text_is_cut(pieces, opened):
+    """The characters of the thought, tags included, are those the whole text has up to there."""
+    text, splitter = "".join(pieces), ReasoningSplitter(opened=opened)
+    for piece in pieces:
+        splitter.push(piece)
+    splitter.finish()
+    begins = opened or text.lstrip(" \t\r\n").startswith("<think>")
+    end = text.find("</think>")
+    expected = (None if end < 0 else end + len("</think>")) if begins else 0
+    assert splitter.num_thought == expected

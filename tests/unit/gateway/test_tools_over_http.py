@@ -59,6 +59,11 @@ def accumulate(chunks: list[dict]) -> dict[int, dict]:
     return found
 
 
+def allowed(mode: str, *names: str) -> dict:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @pytest.fixture
 def ask(bench, make_script, body, events):
     """Asks for a whole answer and for a stream in rounds of `width`, and checks that both say the same; gives the choices and
@@ -210,6 +215,18 @@ async def test_a_template_that_knows_no_tools_gets_them_in_the_system_message(as
     assert "# Tools" not in prompt(bench, requests[0])
 
 
+async def test_allowed_tools_leave_the_prompt_as_it_is_and_the_grammar_knows_no_others(ask, bench):
+    seen = []
+    for choice in ("auto", allowed("auto", "clock"), allowed("required", "clock"), allowed("auto", "clock", "weather")):
+        choices, requests = await ask(OTHER, tools=[WEATHER, CLOCK], tool_choice=choice)
+        assert [call["name"] for call in choices[0]["calls"].values()] == ["clock"]
+        seen.append(requests[0])
+    assert len({request.prompt_ids for request in seen}) == 1
+    everything, some, forced, all_of_them = (request.params.grammar for request in seen)
+    assert everything is all_of_them is None
+    assert all("clock" in each.text and "weather" not in each.text for each in (some, forced))
+
+
 async def test_tokenize_counts_the_tools_too(bench, make_script, body):
     bench.card = replace(bench.card, max_model_len=4000)
     async with bench.serve(make_script(bench.rounds("Hi"))) as (client, _):
@@ -280,6 +297,34 @@ async def test_a_thought_is_split_from_the_answer(ask, width):
     assert (choices[0]["reasoning"], choices[0]["content"], choices[0]["finish"]) == ("so 1 <", "", "length")
 
 
+@pytest.mark.parametrize("width", [1, 3, 7, 100])
+@pytest.mark.parametrize("thought", ["so 1 < 2 😀", "<think>\n東京</think> no", ""])
+@pytest.mark.parametrize("logprobs", [None, True])
+async def test_the_tokens_of_a_thought_are_counted(bench, make_script, body, events, width, thought, logprobs):
+    """The slow twin: the first number of tokens whose text has the closing tag in it; twice that for two choices."""
+    bench.card = replace(bench.card, chat_template=THINKING_TEMPLATE, max_model_len=4000)
+    text = f"{thought}</think>\n\nYes <b> 😀."
+    ids = bench.ids(text)
+    expected = next(n for n in range(len(ids) + 1) if "</think>" in bench.tokenizer.decode(ids[:n]))
+    async with bench.serve(make_script(bench.rounds(text, width))) as (client, _):
+        asked = body(n=2, logprobs=logprobs, stop=["never"])
+        usage = (await client.post(CHAT, json=asked)).json()["usage"]
+        streamed = await client.post(CHAT, json=asked | {"stream": True, "stream_options": {"include_usage": True}})
+        last = [event for event in events(streamed.text) if event != "[DONE]"][-1]
+        plain = (await client.post(CHAT, json=body(chat_template_kwargs={"enable_thinking": False}))).json()["usage"]
+        cut = (await client.post(CHAT, json=body(stop=[text[4:6]]))).json()["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 2 * expected}
+    assert usage["completion_tokens"] == 2 * (len(ids) + 1) and last["usage"] == usage
+    if not thought.startswith("<think>"):
+        assert plain["completion_tokens_details"] == {"reasoning_tokens": 0}
+    assert cut["completion_tokens_details"]["reasoning_tokens"] == cut["completion_tokens"] > 0
+
+
+async def test_a_model_that_does_not_think_has_no_reasoning_tokens(bench, make_script, body):
+    async with bench.serve(make_script(bench.rounds("Hi"))) as (client, _):
+        assert "completion_tokens_details" not in (await client.post(CHAT, json=body())).json()["usage"]
+
+
 async def test_a_call_inside_a_thought_is_a_thought(ask):
     choices, _ = await ask(f"{OTHER}</think>{CALL}", card={"chat_template": THINKING_TEMPLATE}, tools=[WEATHER, CLOCK])
     assert choices[0]["reasoning"] == OTHER and [call["name"] for call in choices[0]["calls"].values()] == ["weather"]
@@ -328,6 +373,15 @@ async def test_completions_take_grammars_too(bench, make_script, body):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": ["function"]}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": allowed("auto")}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": allowed("none", "weather")}, "tool_choice"),
+        ({"tools": [], "tool_choice": allowed("auto", "weather")}, "tool_choice"),
+        (
+            {"tools": [WEATHER], "tool_choice": allowed("auto", "weather", "x")},
+            "tool_choice.allowed_tools.tools.1.function.name",
+        ),
+        ({"tools": [WEATHER, CLOCK], "tool_choice": allowed("auto", "clock"), "ignore_eos": True}, "ignore_eos"),
         (
             {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice.function.name",
