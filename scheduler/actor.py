@@ -88,6 +88,8 @@ class SchedulerActor:
         if not loop.core.has_work:
             loop.progress_s = now
         loop.core.add(request, now)
+        if request.timed:
+            loop.times.begin(request.request_id, now)
         self._subscriber_of[request.request_id] = request.subscriber
         self._quiet.clear()
         loop.wake()
@@ -173,7 +175,7 @@ class SchedulerActor:
     def emit(self, deltas: Sequence[Delta]) -> None:
         """Sorts a step's deltas into the mailboxes."""
         by_subscriber: defaultdict[str, list[Delta]] = defaultdict(list)
-        for delta in deltas:
+        for delta in self._started().times.stamp(deltas):
             by_subscriber[self._subscriber_of[delta.request_id]].append(delta)
             if delta.finish_reason is not None:
                 del self._subscriber_of[delta.request_id]

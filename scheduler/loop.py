@@ -23,6 +23,7 @@ from scheduler.drafting import DraftCall
 from scheduler.errors import InternalFault, ServingError, VerifierLost
 from scheduler.links import DrafterLink, VerifierLink
 from scheduler.ports import Drafter, Sink, Verifier
+from scheduler.timing import StepSeconds, Timekeeper
 from scheduler.wire import Delta, Draft, Plan, Verdict
 
 logger = logging.getLogger(__name__)
@@ -36,9 +37,11 @@ _LONGEST_RETRY_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A step that is being verified; draft_s and plan_s: what it took so far."""
+    """A step that is being verified; began_s: on the clock; draft_s and plan_s: what it took so far."""
 
     verify: asyncio.Task[tuple[list[Verdict] | None, float]]
+    plan: Plan
+    began_s: float
     draft_s: float
     plan_s: float
 
@@ -62,6 +65,7 @@ class ServingLoop:
         )
         self.last_step_s: float | None = None
         self.progress_s = clock()
+        self.times = Timekeeper()
         self._sink = sink
         self._config = config
         self._clock = clock
@@ -103,13 +107,17 @@ class ServingLoop:
         verified = clock()
         if verdicts is None:
             return
-        deltas = core.apply(verdicts)
-        self._emit(deltas)
-        self._record(
-            draft_s=drafted - chosen,
-            plan_s=chosen - began + planned - drafted,
-            verify_s=verified - planned,
-            apply_s=clock() - verified,
+        self._finish(
+            plan,
+            core.apply(verdicts),
+            StepSeconds(
+                began_s=began,
+                ended_s=clock(),
+                draft_s=drafted - chosen,
+                plan_s=chosen - began + planned - drafted,
+                verify_s=verified - planned,
+                apply_s=clock() - verified,
+            ),
         )
 
     def _overlaps(self) -> bool:
@@ -140,7 +148,8 @@ class ServingLoop:
                 await self._step()  # everyone belongs to the other cohort, or has just come
             return
         plan_s = chosen - began + clock() - planning
-        self._flight = _Flight(asyncio.create_task(_timed(lambda: self._verify(plan), clock)), draft_s, plan_s)
+        verify = asyncio.create_task(_timed(lambda: self._verify(plan), clock))
+        self._flight = _Flight(verify, plan, began, draft_s, plan_s)
 
     async def _land(self) -> None:
         """Waits for the step in flight, if any, and applies it."""
@@ -152,8 +161,10 @@ class ServingLoop:
         if verdicts is None:
             return
         began = self._clock()
-        self._emit(self.core.apply(verdicts))
-        self._record(draft_s=flight.draft_s, plan_s=flight.plan_s, verify_s=verify_s, apply_s=self._clock() - began)
+        deltas = self.core.apply(verdicts)
+        applied = self._clock()
+        seconds = StepSeconds(flight.began_s, applied, flight.draft_s, flight.plan_s, verify_s, applied - began)
+        self._finish(flight.plan, deltas, seconds)
 
     async def _abandon_flight(self) -> None:
         flight, self._flight = self._flight, None
@@ -269,12 +280,19 @@ class ServingLoop:
         if deltas:
             self._sink.emit(deltas)
 
-    def _record(self, *, draft_s: float, plan_s: float, verify_s: float, apply_s: float) -> None:
+    def _finish(self, plan: Plan, deltas: Sequence[Delta], seconds: StepSeconds) -> None:
+        """Emits an applied step's deltas and records it."""
         assert self.core.last_step is not None
+        self.times.note(plan, seconds)
+        self._emit(deltas)
         self._strikes = 0
         self.last_step_s = self.progress_s = self._clock()
         stats = dataclasses.replace(
-            self.core.last_step, draft_s=draft_s, plan_s=plan_s, verify_s=verify_s, apply_s=apply_s
+            self.core.last_step,
+            draft_s=seconds.draft_s,
+            plan_s=seconds.plan_s,
+            verify_s=seconds.verify_s,
+            apply_s=seconds.apply_s + self.last_step_s - seconds.ended_s,
         )
         self.core.record(stats)
         if self._config.check_integrity:

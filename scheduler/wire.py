@@ -91,7 +91,7 @@ class Request:
     subscriber: the stream (one per gateway) that receives this request's deltas.
     timeout_s: seconds from arrival after which the request fails with DeadlineExceeded; None is the server's default.
     priority: higher is admitted earlier and preempted later. text_class: what its text is like (code, math, chat), a hint for
-        acceptance estimates and metrics; empty is unknown.
+        acceptance estimates and metrics; empty is unknown. timed: its deltas carry StepTimes.
     """
 
     request_id: str
@@ -102,6 +102,7 @@ class Request:
     priority: int = 0
     speculation: Speculation | None = None
     text_class: str = ""
+    timed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +220,24 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The steps between a request's previous delta and this one; several where a prompt came in chunks or was recomputed.
+
+    began_s, ended_s: of the first and of the last of them, in seconds since the request's arrival at the scheduler; before the
+        first delta's began_s it waited. draft_s .. apply_s: sums over these steps, as in StepStats: of the whole batch, which
+        is what each request in it waits for.
+    """
+
+    began_s: float
+    ended_s: float
+    num_steps: int
+    draft_s: float
+    plan_s: float
+    verify_s: float
+    apply_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What one round committed for one request; the last one carries finish_reason.
 
@@ -227,6 +246,7 @@ class Delta:
         accepted by the target and committed). For plain decoding all are 0. A prefill's first token is no round: is_round False.
     logprobs: one per token id, when the request asked for them.
     error: class name and message of a ServingError when finish_reason is ERROR (see scheduler.errors.revive).
+    times: for a request with `timed`; None when no step of its own lies behind this delta.
     """
 
     request_id: str
@@ -239,6 +259,7 @@ class Delta:
     usage: Usage | None = None
     error: tuple[str, str] | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    times: StepTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ import httpx
 from scheduler.errors import Failed, SettingsError
 from services.access import check_exposure
 from services.foreground import STOP_SIGNALS, Stopped, on_stop_signals
+from services.gateway.request_trace import check_tracing
 from services.settings import Settings
 
 if TYPE_CHECKING:
@@ -71,9 +72,10 @@ def check_cluster() -> None:
 
 
 def check_access(settings: Settings) -> None:
-    """Raises SettingsError for keys that cannot be used, and for a public address without any."""
-    gateway = settings.gateway
-    check_exposure(gateway.host, settings.gateway_config().auth, allowed=gateway.allow_public_without_keys)
+    """Raises SettingsError for keys that cannot be used, for a public address without any, and for traces without the extra."""
+    gateway, config = settings.gateway, settings.gateway_config()
+    check_exposure(gateway.host, config.auth, allowed=gateway.allow_public_without_keys)
+    check_tracing(config.tracing)
 
 
 def check_files(settings: Settings) -> None:

@@ -8,6 +8,7 @@ it came from. Builds the frozen settings of the other packages.
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import os
 import re
@@ -29,10 +30,12 @@ from scheduler.errors import SettingsError
 from services.access import AccessLogSettings, AuthSettings, LimitSettings, auth_config
 from services.demo import demo_drafter, demo_target
 from services.gateway.config import GatewayConfig
+from services.gateway.request_trace import TracingConfig
 from services.gateway.speculation import RULES, SpeculationPolicy
 from verifier.config import VerifierConfig
 
 PREFIX, DELIMITER = "DSPARK_", "__"
+_OTEL_PREFIX = "OTEL_EXPORTER_OTLP_"
 FILE_VARIABLE = "DSPARK_SETTINGS"
 DEMO = "demo"
 DEMO_NAME = "smollm2-135m-instruct"
@@ -196,6 +199,16 @@ class GatewaySettings(_Section):
         return names
 
 
+class TracingSettings(_Section):
+    """endpoint: an OTLP receiver (`http://collector:4318`, or with grpc `http://collector:4317`); empty is no tracing, and
+    OTEL_EXPORTER_OTLP_ENDPOINT stands in where it is not given. protocol: likewise OTEL_EXPORTER_OTLP_PROTOCOL.
+    ratio: of the traces that begin here, 0 to 1; where a client sends `traceparent`, its decision holds."""
+
+    endpoint: str = Field(default="", pattern="^(https?://.+)?$")
+    protocol: Literal["http/protobuf", "grpc"] = "http/protobuf"
+    ratio: float = Field(default=1.0, ge=0, le=1)
+
+
 class Settings(BaseSettings):
     """threads: of each process that computes; 0 is one per usable core. cache_dir: converted weights and cost curves;
     empty is ~/.cache/dspark. seed: makes the draws of requests that bring no seed repeatable (tests)."""
@@ -209,6 +222,7 @@ class Settings(BaseSettings):
     placement: Literal["auto", "split", "colocated"] = "auto"
     resources: ResourceSettings = ResourceSettings()
     gateway: GatewaySettings = GatewaySettings()
+    tracing: TracingSettings = TracingSettings()
     threads: int = Field(default=0, ge=0)
     cache_dir: str = ""
     seed: int | None = None
@@ -264,6 +278,7 @@ class Settings(BaseSettings):
                 "auth": auth_config(gateway.auth, gateway.limits),
                 "anonymous_limits": gateway.limits.limits(),
                 "access_log": gateway.access_log.config(),
+                "tracing": TracingConfig(**self.tracing.model_dump()),
             }
         )
 
@@ -316,21 +331,26 @@ def yaml_off(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """Where values came from, weakest first: the file (or Serve args) and its name, the environment, the flags."""
+    """Where values came from, weakest first: OpenTelemetry's own variables, the file (or Serve args) and its name, the
+    environment, the flags."""
 
+    standard: Mapping[str, Any]
     base: Mapping[str, Any]
     base_name: str
     environment: Mapping[str, Any]
     flags: Mapping[str, Any]
 
     def merged(self) -> dict[str, Any]:
-        return _deep_merge(_deep_merge(self.base, self.environment), self.flags)
+        layers = (self.standard, self.base, self.environment, self.flags)
+        return functools.reduce(_deep_merge, layers, {})
 
     def origin(self, keys: tuple[str, ...]) -> str:
         if _holds(self.flags, keys):
             return "command line"
         if _holds(self.environment, keys):
             return f"environment variable {variable_name(keys)}"
+        if _holds(self.standard, keys) and not _holds(self.base, keys):
+            return f"environment variable {_OTEL_PREFIX}{keys[-1].upper()}"
         return self.base_name
 
 
@@ -345,7 +365,7 @@ def load_settings(
     base = dict(args or {}) if path is None else _read_file(Path(path))
     base_name = str(path) if path is not None else "application args"
     _refuse_unknown_variables()
-    sources = _Sources(base, base_name, _read_environment(), flags or {})
+    sources = _Sources(_read_standard_variables(), base, base_name, _read_environment(), flags or {})
     try:
         return Settings.model_validate(sources.merged())
     except ValidationError as error:
@@ -378,6 +398,18 @@ def _read_environment() -> dict[str, Any]:
         raise SettingsError(
             f"environment variable {name}: not valid JSON; set each key by itself, as in {name}{DELIMITER}KEY=value"
         ) from None
+
+
+def _read_standard_variables() -> dict[str, Any]:
+    """What OpenTelemetry's variables say; ours win. The one for traces alone is the stronger of two."""
+    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return {}
+    found = {}
+    for name in ("endpoint", "protocol"):
+        general = os.environ.get(f"{_OTEL_PREFIX}{name.upper()}")
+        if value := os.environ.get(f"{_OTEL_PREFIX}TRACES_{name.upper()}") or general:
+            found[name] = value
+    return {"tracing": found} if found else {}
 
 
 def variable_name(keys: tuple[str, ...]) -> str:

@@ -138,7 +138,7 @@ def _record(scope: Scope, status: int, duration_s: float) -> dict[str, Any]:
         "cached_tokens": exchange.num_cached_tokens,
         "output_tokens": exchange.num_output_tokens,
         "finish_reason": exchange.outcome or None,
-    }
+    } | ({"trace_id": exchange.trace.trace_id} if exchange.trace is not None else {})
 
 
 def _prompt(body: bytes) -> dict[str, Any]:

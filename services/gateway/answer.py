@@ -24,6 +24,7 @@ from services.gateway.errors import ContextTooLong, answer_to, error_body, error
 from services.gateway.exchange import Exchange
 from services.gateway.jobs import Job
 from services.gateway.live_choices import LiveChoices
+from services.gateway.request_trace import RequestTrace
 from services.gateway.stream import DONE, KEEP_ALIVE, Gathered, event, usage_body
 from services.metrics import GatewayMetrics
 
@@ -35,11 +36,20 @@ _LAST_DELTA_TIMEOUT_S = 1.0
 
 class AnswerResponse(Response):
     """Runs the job when the server asks for the response, so that no await lies between the engine's request and the
-    code that ends it."""
+    code that ends it. trace: hears what happens, where the request is sampled."""
 
-    def __init__(self, job: Job, client: EngineClient, config: GatewayConfig, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        job: Job,
+        client: EngineClient,
+        config: GatewayConfig,
+        metrics: GatewayMetrics,
+        trace: RequestTrace | None = None,
+    ) -> None:
         super().__init__()
         self._job, self._client, self._config, self._metrics = job, client, config, metrics
+        self._trace = trace
+        self._error = ""
         self._choices = job.choices()
         self._sent_headers = False
 
@@ -86,7 +96,9 @@ class AnswerResponse(Response):
             await _send_body(send, event(error_body(error)), more=False)
         else:
             await error_response(error, started=self._num_tokens > 0)(scope, receive, send)
-        return self._metrics.failed(outcome_of(error), answer_to(error).code), answer_to(error).status
+        answer = answer_to(error)
+        self._error = answer.code
+        return self._metrics.failed(outcome_of(error), answer.code), answer.status
 
     async def _unary(self, live: LiveChoices, send: Send) -> None:
         gathered = [Gathered(choice) for choice in self._choices]
@@ -141,6 +153,8 @@ class AnswerResponse(Response):
         fresh = []
         for index, deltas in await live.take(timeout_s):
             choice = self._choices[index]
+            if self._trace is not None:
+                self._trace.add(index, deltas)
             if choice.finish_reason is None:
                 fresh.append((choice, self._push(choice, deltas)))
                 if choice.finish_reason is not None:
@@ -193,7 +207,9 @@ class AnswerResponse(Response):
         for choice in self._choices:
             if choice.num_tokens > 1 and choice.last_s > choice.first_s:
                 self._metrics.time_per_output_token((choice.last_s - choice.first_s) / (choice.num_tokens - 1))
-        exchange.outcome = outcome
+        if self._trace is not None:
+            self._trace.end([choice.finish_reason or outcome for choice in self._choices])
+        exchange.outcome, exchange.error = outcome, self._error
         exchange.num_prompt_tokens, exchange.num_output_tokens = self._job.num_prompt, self._num_tokens
         exchange.num_cached_tokens = self._num_cached
         begun = [choice.first_s for choice in self._choices if choice.first_s]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
@@ -27,6 +27,7 @@ from services.gateway.guard import Guard
 from services.gateway.loaded_model import LoadedModel
 from services.gateway.openapi import document
 from services.gateway.rate_limiting import RateLimiting
+from services.gateway.request_trace import check_tracing
 from services.gateway.routes import router
 from services.gateway.subscription import Scheduler
 from services.metrics import GatewayMetrics
@@ -96,12 +97,14 @@ def create_app(scheduler: Scheduler, config: GatewayConfig, *, request_ids: bool
     gateway = Gateway(scheduler, config)
 
     log = open_writer(config.access_log)
+    stop_tracing: Callable[[], None] = lambda: None  # noqa: E731
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         gateway.start()
         yield
         await gateway.stop()
+        await asyncio.to_thread(stop_tracing)
         if log is not None:
             await asyncio.to_thread(log.close)
 
@@ -114,10 +117,22 @@ def create_app(scheduler: Scheduler, config: GatewayConfig, *, request_ids: bool
     # The last one added is the first that a request meets.
     app.add_middleware(RateLimiting, anonymous=config.anonymous_limits, metrics=gateway.metrics)
     app.add_middleware(Authentication, config=config.auth, metrics=gateway.metrics)
+    if config.tracing.endpoint:
+        stop_tracing = _trace(app, config)
     if log is not None:
         app.add_middleware(AccessLog, write=log.write, prompts=config.access_log.prompts)
     app.add_middleware(Guard, answers_id=request_ids)
     return app
+
+
+def _trace(app: FastAPI, config: GatewayConfig) -> Callable[[], None]:
+    """Returns what sends the last spans."""
+    check_tracing(config.tracing)
+    from services.gateway.tracing import Tracing, close_provider, open_provider
+
+    provider = open_provider(config.tracing)
+    app.add_middleware(Tracing, provider=provider)
+    return lambda: close_provider(provider)
 
 
 def _openapi(app: FastAPI, gateway: Gateway) -> dict[str, Any]:

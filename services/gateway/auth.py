@@ -86,7 +86,8 @@ class Authentication:
             try:
                 key = self._allowed(Headers(scope=scope).getlist("authorization"), wanted)
             except Unauthorized as error:
-                Exchange.of(scope).outcome = self._metrics.failed("rejected", answer_to(error).code)
+                exchange, code = Exchange.of(scope), answer_to(error).code
+                exchange.outcome, exchange.error = self._metrics.failed("rejected", code), code
                 response = error_response(error)
                 response.headers["www-authenticate"] = error.challenge
                 await response(scope, receive, send)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from services.gateway.access_log import NO_LOG, AccessLogConfig
 from services.gateway.auth import NO_KEYS, AuthConfig
 from services.gateway.limits import UNLIMITED, Limits
+from services.gateway.request_trace import NO_TRACING, TracingConfig
 from services.gateway.speculation import ALL_ALLOWED, SpeculationPolicy
 
 
@@ -25,6 +26,7 @@ class GatewayConfig:
     reasoning: whether answers may begin with a thought between <think> and </think>: `think`, `off`, or `auto`: as its chat
         template and tokenizer say.
     auth: the API keys. anonymous_limits: of all requests together where no key is needed. access_log: where it goes.
+    tracing: where traces go, and how many.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
@@ -42,3 +44,4 @@ class GatewayConfig:
     auth: AuthConfig = NO_KEYS
     anonymous_limits: Limits = UNLIMITED
     access_log: AccessLogConfig = NO_LOG
+    tracing: TracingConfig = NO_TRACING

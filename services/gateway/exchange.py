@@ -7,6 +7,8 @@ from typing import Any
 
 from starlette.types import Scope
 
+from services.gateway.request_trace import RequestTrace
+
 _KEY = "exchange"
 
 
@@ -15,7 +17,8 @@ class Exchange:
     """request_id: as sent back in x-request-id. api_key: the name of the key it came with. model: as the client called it.
 
     outcome: stop, length, tool_calls, cancelled, rejected or failed; empty for endpoints that generate nothing.
-    first_token_s: seconds from arrival; 0 when none came.
+    error: the code in the error envelope. first_token_s: seconds from arrival; 0 when none came.
+    trace: where the request is sampled.
     """
 
     request_id: str = ""
@@ -23,10 +26,12 @@ class Exchange:
     model: str = ""
     stream: bool = False
     outcome: str = ""
+    error: str = ""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     first_token_s: float = 0.0
+    trace: RequestTrace | None = None
 
     @classmethod
     def of(cls, scope: Scope) -> Exchange:

@@ -64,6 +64,10 @@ class Job:
     def speculation(self) -> Speculation | None:
         return self.requests[0].speculation
 
+    def timed(self) -> Job:
+        """The same with requests whose deltas tell how long they took."""
+        return replace(self, requests=tuple(replace(request, timed=True) for request in self.requests))
+
     def choices(self) -> list[Choice]:
         fields, tokenizer = self.fields, self.model.tokenizer
         return [

@@ -46,7 +46,8 @@ class RateLimiting:
     async def _refuse(self, refusal: Refusal, name: str, scope: Scope, receive: Receive, send: Send) -> None:
         who = f"the API key {name!r}" if name else "this server"
         error = RateLimited(f"{who} has {refusal.reason}; try again later", refusal.retry_after_s)
-        Exchange.of(scope).outcome = self._metrics.failed("rejected", "rate_limit_exceeded")
+        exchange, code = Exchange.of(scope), "rate_limit_exceeded"
+        exchange.outcome, exchange.error = self._metrics.failed("rejected", code), code
         response = error_response(error)
         response.headers.update(refusal.standing.headers())
         await response(scope, receive, send)

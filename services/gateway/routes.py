@@ -62,9 +62,13 @@ async def _answer(
         answer = answer_to(error)
         outcome = gateway.metrics.failed(outcome_of(error), answer.code)
         gateway.metrics.request_ended(outcome, answer.status, time.monotonic() - arrived_s)
-        Exchange.of(request.scope).outcome = outcome
+        exchange = Exchange.of(request.scope)
+        exchange.outcome, exchange.error = outcome, answer.code
         raise
-    return AnswerResponse(job, gateway.client, gateway.config, gateway.metrics)
+    if exchange.trace is not None:
+        job = job.timed()
+        exchange.trace.begin(job.requests)
+    return AnswerResponse(job, gateway.client, gateway.config, gateway.metrics, exchange.trace)
 
 
 @router.post("/tokenize", **openapi.TOKENIZE)
