@@ -174,7 +174,7 @@ class GatewaySettings(_Section):
     served_names: Annotated[tuple[str, ...], NoDecode] = ()
     max_choices: int = Field(default=64, ge=1)
     max_timeout_s: float = Field(default=3600.0, ge=0)
-    tool_format: Literal["auto", "hermes", "llama3_json"] = "auto"
+    tool_format: Literal["auto", "hermes", "llama3_json", "qwen3_coder", "pythonic", "mistral", "mistral_args"] = "auto"
     reasoning: Literal["auto", "think", "off"] = "auto"
     auth: AuthSettings = AuthSettings()
     limits: LimitSettings = LimitSettings()

@@ -22,7 +22,7 @@ class GatewayConfig:
     speculation: what requests may say about their own drafts.
     served_names: further names of the model; the card's own is always served.
     max_choices: prompts times n of one request. max_timeout_s: longest `timeout` a request gets; 0 is no bound.
-    tool_format: how the model writes tool calls: `hermes`, `llama3_json`, or `auto`: as its chat template says, else hermes.
+    tool_format: how the model writes tool calls: one of call_grammar.FRAMES, or `auto`: as its chat template says, else hermes.
     reasoning: whether answers may begin with a thought between <think> and </think>: `think`, `off`, or `auto`: as its chat
         template and tokenizer say.
     auth: the API keys. anonymous_limits: of all requests together where no key is needed. access_log: where it goes.

@@ -6,23 +6,20 @@ schema, an expression or a grammar that cannot be enforced is refused with its n
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
-from typing import Any
 
 from llguidance import LLMatcher, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from scheduler.errors import BadParams
 from scheduler.wire import Grammar
-from services.gateway.dialect import ARGUMENTS_KEY, Dialect
+from services.gateway.call_grammar import CallRules
+from services.gateway.dialect import Dialect
 from services.gateway.reasoning import CLOSE, OPEN, opened_by
-from services.gateway.structured import GUIDANCE, Constraint, closed, quoted
-from services.gateway.tools import Tool, ToolUse
+from services.gateway.structured import Constraint, quoted
+from services.gateway.tools import ToolUse
 
 MAX_CHARS = 256 * 1024
-# As Python's json.dumps writes, which is what models were shown.
-_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY = "ANY: /(?s:.*)/"
 # How the thought stands to the answer: there is none, the prompt opened it, or the model may.
 NO_THOUGHT, OPENED, MAY_THINK = "none", "opened", "may"
@@ -121,48 +118,62 @@ class _Rules:
         return f"%json {constraint.text}"
 
     def _tag(self, text: str) -> str:
-        """A tag: as a special token where it is one, else as characters."""
-        return text if text in self._dialect.special else quoted(text)
+        """A tag: as a special token where it is one, else as characters. Only names in angle brackets can be written out."""
+        number = self._dialect.special.get(text)
+        if number is None:
+            return quoted(text)
+        return text if text.startswith("<") and text.endswith(">") else f"<[{number}]>"
 
     def _until(self, tag: str, rule: str) -> str:
         """Any text up to and with the first `tag`."""
         if tag in self._dialect.special:
-            return f"ANY {tag}"
-        self.lines.append(f"{rule}[lazy]: /(?s:.*){tag.replace('/', chr(92) + '/').replace('|', chr(92) + '|')}/")
+            return f"ANY {self._tag(tag)}"
+        self.lines.append(f"{rule}[lazy]: /(?s:.*){_pattern(tag)}/")
         return rule
 
     def _call(self, use: ToolUse) -> str:
-        """One call's object."""
-        key = ARGUMENTS_KEY[self._dialect.calls]
+        """One call, without what stands around it."""
+        rules = CallRules(self._dialect.calls, self.lines, self._tag, _check_schema)
         for index, tool in enumerate(use.callable):
-            head = quoted(f'{{"name": {json.dumps(tool.function.name)}, "{key}": ')
-            self.lines.append(f'call_{index}: {head} %json {_arguments(tool, use)} "}}"')
+            param = f"tools.{use.tools.index(tool)}.function.parameters"
+            self.lines.append(f"call_{index}: {rules.call(tool, param)}")
         self.lines.append("call: " + " | ".join(f"call_{index}" for index in range(len(use.callable))))
         return "call"
 
+    def _group(self, use: ToolUse) -> str:
+        """What follows the opening tag: one call, or several where only the call repeats."""
+        frame, call = self._dialect.frame, self._call(use)
+        several = use.parallel and not frame.repeats_tags
+        calls = f"{call} ({quoted(frame.between)} {call})*" if several else call
+        closer = self._tag(frame.closer) if frame.closer else ""
+        return f"{_literal(frame.head)} {calls} {_literal(frame.tail)} {closer}"
+
     def _calls(self, use: ToolUse) -> str:
         """One call or, in parallel, several, and nothing else."""
-        call, syntax = self._call(use), self._dialect.syntax
-        if syntax.closer:
-            call, between = f'{self._tag(syntax.opener)} "\\n" {call} "\\n" {self._tag(syntax.closer)}', '"\\n"'
-        else:
-            between = '"; "'
-        return f"{call} ({between} {call})*" if use.parallel else call
+        frame = self._dialect.frame
+        if not frame.opener:
+            return self._group(use)
+        block = f"{self._tag(frame.opener)} {self._group(use)}"
+        return f"{block} ({_literal(frame.between)} {block})*" if use.parallel and frame.repeats_tags else block
 
     def _text_and_calls(self, use: ToolUse) -> str:
         """What the model wants to say, and calls where it wants to call."""
-        syntax = self._dialect.syntax
-        if not syntax.closer:
-            # A bare call begins the answer, so a text must begin with something else than a brace.
-            self.lines.append("PLAIN: /([^{ \\t\\r\\n](?s:.*))?/")
-            return f"PLAIN | {self._calls(use)}"
-        called = f'{self._until(syntax.opener, "opening")} "\\n" {self._call(use)} "\\n" {self._tag(syntax.closer)}'
-        return f"({called})* ANY" if use.parallel else f"ANY | {called}"
+        frame = self._dialect.frame
+        if not frame.opener:
+            # A bare call begins the answer, so a text must begin otherwise.
+            self.lines.append(f"PLAIN: /([^{frame.first} \\t\\r\\n](?s:.*))?/")
+            return f"PLAIN | {self._group(use)}"
+        called = f"{self._until(frame.opener, 'opening')} {self._group(use)}"
+        return f"({called})* ANY" if use.parallel and frame.repeats_tags else f"ANY | {called}"
 
 
-def _arguments(tool: Tool, use: ToolUse) -> str:
-    """The JSON schema of a tool's arguments, as llguidance takes it. Raises BadParams."""
-    schema: dict[str, Any] = closed({"type": "object", **(tool.function.parameters or {})})
-    text = json.dumps({**schema, GUIDANCE: {**_COMPACT, "lenient": not tool.function.strict}}, ensure_ascii=False)
-    _check(Grammar("json_schema", text), f"tools.{use.tools.index(tool)}.function.parameters")
-    return text
+def _pattern(tag: str) -> str:
+    return "".join(f"\\{char}" if char in "/|[]" else char for char in tag)
+
+
+def _literal(text: str) -> str:
+    return quoted(text) if text else ""
+
+
+def _check_schema(text: str, param: str) -> None:
+    _check(Grammar("json_schema", text), param)

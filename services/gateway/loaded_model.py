@@ -39,11 +39,11 @@ class LoadedModel:
         if chat.asks_for_no_thought and "enable_thinking" in self.template.variables:
             variables.setdefault("enable_thinking", False)
         if not self.dialect.native_calls:
-            messages = calls_as_text(messages)
+            messages = calls_as_text(messages, self.dialect.calls)
         if self.dialect.native_tools:
             variables["tools"] = tools
         else:
-            messages = with_tools(messages, tools)
+            messages = with_tools(messages, tools, self.dialect.calls)
 
         def encode() -> list[int]:
             return self.named("messages", lambda: self.tokenizer.encode(self.template.render(messages, variables)))

@@ -5,7 +5,6 @@ Implements `MessageParser` (message_delta.py) with the parsers of the model's di
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable
 
 from services.gateway.dialect import Dialect
@@ -13,12 +12,7 @@ from services.gateway.events import CallArguments, CallStart, Content, Event, Re
 from services.gateway.message_delta import NOTHING, MessageDelta, ToolCallDelta
 from services.gateway.reasoning import ReasoningSplitter
 from services.gateway.tool_parsers.call_object import CallRules
-from services.gateway.tool_parsers.tagged import ToolCallParser
 from services.gateway.tools import ToolUse
-
-
-def new_call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 class AnswerParser:
@@ -26,7 +20,7 @@ class AnswerParser:
 
     def __init__(self, dialect: Dialect, use: ToolUse, *, opened: bool) -> None:
         self._thought = ReasoningSplitter(opened=opened) if dialect.thinks else None
-        self._calls = ToolCallParser(dialect.syntax, CallRules(new_call_id, use.names)) if use.callable else None
+        self._calls = dialect.call_parser(_rules(dialect, use)) if use.callable else None
 
     def push(self, text: str) -> MessageDelta:
         events = self._thought.push(text) if self._thought else [Content(text)]
@@ -49,6 +43,11 @@ class AnswerParser:
         for event in events:
             found += self._calls.push(event.text) if self._calls and isinstance(event, Content) else [event]
         return found
+
+
+def _rules(dialect: Dialect, use: ToolUse) -> CallRules:
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in use.callable}
+    return CallRules(dialect.new_call_id, use.names, schemas=schemas)
 
 
 def _delta(events: Iterable[Event]) -> MessageDelta:

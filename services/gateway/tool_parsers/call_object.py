@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from services.gateway.events import CallArguments, CallStart, Event
 from services.gateway.tool_parsers.json_value import WHITESPACE, JsonValue, Step
@@ -23,14 +24,19 @@ _State = Callable[[str, list[Event]], Step]
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """What counts as a call. names: those that may be called; None is any well-formed one. new_id: a fresh id."""
+    """What counts as a call. names: those that may be called; None is any well-formed one. new_id: a fresh id.
+    schemas: of the arguments, by name, for formats that do not say what a value is."""
 
     new_id: Callable[[], str]
     names: frozenset[str] | None = None
     only_call_keys: bool = False
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def well_formed(self, name: str) -> bool:
+        return bool(_NAME.fullmatch(name))
 
     def allows(self, name: str) -> bool:
-        return bool(_NAME.fullmatch(name)) and (self.names is None or name in self.names)
+        return self.well_formed(name) and (self.names is None or name in self.names)
 
 
 class CallObject:

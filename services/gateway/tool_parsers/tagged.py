@@ -8,9 +8,11 @@ no call comes out as content, tags included. Knows no tools: which names are cal
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from services.gateway.events import CallArguments, Content, Event, joined
 from services.gateway.tool_parsers.call_object import CallObject, CallRules
+from services.gateway.tool_parsers.call_parser import first_of, undecided
 from services.gateway.tool_parsers.json_value import WHITESPACE, Step
 
 
@@ -29,6 +31,21 @@ HERMES = CallSyntax("<tool_call>", "</tool_call>", bare=False)
 LLAMA3_JSON = CallSyntax("<|python_tag|>", "", bare=True)
 
 
+class OneCall(Protocol):
+    """A call that is being read, as `CallObject`."""
+
+    index: int
+    started: bool
+    in_arguments: bool
+
+    @property
+    def unshown(self) -> str: ...
+
+    def skip_plain(self, text: str, start: int, events: list[Event]) -> int: ...
+
+    def feed(self, char: str, events: list[Event]) -> Step: ...
+
+
 class ToolCallParser:
     """`push` returns what became certain, `finish` the rest at the end of the text."""
 
@@ -39,7 +56,7 @@ class ToolCallParser:
         self._unclosed = self._only_calls = False
         self._held = ""
         self._lead = ""
-        self._call: CallObject | None = None
+        self._call: OneCall | None = None
         self._read = self._outside
         if syntax.bare:
             self._seek_call("", skip=WHITESPACE, markers=(syntax.opener,))
@@ -74,9 +91,9 @@ class ToolCallParser:
         """Content, up to a tag. Whitespace before a tag is held back: it belongs to the call's layout."""
         window = self._held + text
         markers = (self._syntax.opener, self._syntax.closer) if self._unclosed else (self._syntax.opener,)
-        found = min(((at, marker) for marker in markers if (at := window.find(marker)) >= 0), default=None)
+        found = first_of(window, markers)
         if found is None:
-            shown = len(window) - _undecided(window, markers)
+            shown = len(window) - undecided(window, markers)
             self._show(window[:shown], events)
             self._held = window[shown:]
             return ""
@@ -93,7 +110,7 @@ class ToolCallParser:
     def _enter(self, marker: str, gap: str) -> None:
         self._held = self._lead = ""
         if marker == self._syntax.opener:
-            self._seek_call(gap + marker, skip=WHITESPACE + "[" if self._syntax.closer else WHITESPACE, markers=())
+            self._seek_call(gap + marker, skip=WHITESPACE if self._syntax.bare else WHITESPACE + "[", markers=())
         else:
             self._unclosed, self._read = False, self._outside
 
@@ -147,7 +164,7 @@ class ToolCallParser:
         self._unclosed, self._only_calls = bool(closer), True
         self._seek_call("", skip=WHITESPACE + ",;]", markers=(closer, opener) if closer else (opener,))
 
-    def _broken(self, call: CallObject, events: list[Event]) -> str:
+    def _broken(self, call: OneCall, events: list[Event]) -> str:
         """Broken inside its arguments a call keeps what follows as arguments, as the model wrote it; broken before, it is
         no call; broken after, what follows is content."""
         if call.in_arguments:
@@ -170,17 +187,7 @@ class ToolCallParser:
             self._only_calls = True
             self._enter(closer, "")
             return window[at + len(closer) :]
-        shown = len(window) - _undecided(window, (closer,))
+        shown = len(window) - undecided(window, (closer,))
         events.append(CallArguments(index, window[:shown]))
         self._held = window[shown:]
         return ""
-
-
-def _undecided(window: str, markers: tuple[str, ...]) -> int:
-    """Length of the end of `window` that may yet belong to a tag: whitespace, then a tag's beginning."""
-    longest = max(len(marker) for marker in markers) - 1
-    for length in range(min(longest, len(window)), -1, -1):
-        tail = window[len(window) - length :]
-        if any(marker.startswith(tail) for marker in markers):
-            return len(window) - len(window[: len(window) - length].rstrip(WHITESPACE))
-    return 0

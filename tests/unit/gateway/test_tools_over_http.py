@@ -162,6 +162,27 @@ async def test_llama_writes_bare_objects(ask):
     assert '\\"parameters\\": ' in requests[0].params.grammar.text
 
 
+FAMILIES = {
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\n東京 😀\n</parameter>\n</function>\n</tool_call>",
+    "pythonic": "[weather(city='東京 😀')]",
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "東京 😀"}}]',
+    "mistral_args": '[TOOL_CALLS]weather[ARGS]{"city": "東京 😀"}',
+}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("width", [1, 3, 100])
+async def test_every_family_s_calls_come_out_of_blocks_of_every_width(ask, family, width):
+    for choice in ("auto", "required"):
+        choices, requests = await ask(
+            FAMILIES[family], width, config={"tool_format": family}, tools=[WEATHER, CLOCK], tool_choice=choice, n=2
+        )
+        for found in choices.values():
+            assert found["finish"] == "tool_calls" and found["content"] == ""
+            assert [json.loads(call["arguments"]) for call in found["calls"].values()] == [{"city": "東京 😀"}]
+        assert (requests[0].params.grammar is None) == (choice == "auto")
+
+
 async def test_the_setting_overrules_the_template(ask):
     choices, _ = await ask(
         '{"name": "weather", "parameters": {}}', config={"tool_format": "llama3_json"}, tools=[WEATHER]
