@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from services.operations.alerts import rules_file
 from services.operations.chart import CHART, chart_files
 from services.operations.dashboards import DASHBOARDS
 from services.operations.metrics_page import metrics_page
@@ -16,7 +17,8 @@ def generated(root: Path) -> dict[Path, str]:
         root / CHART / "dashboards" / f"{name}.json": json.dumps(board, indent=1) + "\n"
         for name, board in DASHBOARDS.items()
     }
-    return {**chart_files(root), **boards, root / "docs" / "metrics.md": metrics_page()}
+    rules = {root / CHART / "rules" / "dspark.yaml": rules_file()}
+    return {**chart_files(root), **boards, **rules, root / "docs" / "metrics.md": metrics_page()}
 
 
 def main() -> None:

@@ -1,0 +1,218 @@
+"""The alert rules: what each watches, for how long, and what it says. A gateway shows its engine's numbers as they are, every
+replica the same, hence `max by` the labels of an engine group before anything else.
+
+Ranges and `for` are minutes. Tests that cause the alerts in a running server shorten the minute; the expressions stay the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import yaml
+
+RUNBOOKS = "docs/runbooks"
+_HEADER = """# Alerts on an engine group or a gateway, as Prometheus reads them. Made by `python -m services.operations` of
+# services/operations/alerts.py.
+"""
+# Labels of one engine group, wherever ENGINE stands below.
+_ENGINE = "job, model"
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """expr: PromQL with ranges in minutes. minutes: how long it must hold. runbook: a page of docs/runbooks."""
+
+    name: str
+    expr: str
+    minutes: int
+    severity: Literal["warning", "critical"]
+    summary: str
+    description: str
+    runbook: str
+
+
+ALERTS = (
+    Alert(
+        "DsparkErrors",
+        'sum by (job, model) (rate(dspark_requests_total{outcome="failed"}[5m]))'
+        " / (sum by (job, model) (rate(dspark_requests_total[5m])) > 0) > 0.05",
+        10,
+        "critical",
+        "{{ $value | humanizePercentage }} of the requests of {{ $labels.model }} fail",
+        "Requests fail through no fault of their clients.",
+        "errors",
+    ),
+    Alert(
+        "DsparkSlowFirstToken",
+        "histogram_quantile(0.95, sum by (job, model, le) (rate(dspark_time_to_first_token_seconds_bucket[5m]))) > 10",
+        10,
+        "warning",
+        "A twentieth of the requests of {{ $labels.model }} wait more than {{ $value | humanizeDuration }} for the first token",
+        "Queueing or long prompts hold up first tokens.",
+        "first-token",
+    ),
+    Alert(
+        "DsparkQueueGrows",
+        "max by (ENGINE) (min_over_time(dspark_requests_waiting[10m])) > 8",
+        5,
+        "warning",
+        "{{ $value }} or more requests have been waiting at {{ $labels.model }} for ten minutes",
+        "More requests arrive than the engine serves.",
+        "queue",
+    ),
+    Alert(
+        "DsparkRefusesRequests",
+        "sum by (ENGINE, reason) (max by (ENGINE, reason) "
+        '(rate(dspark_admission_rejections_total{reason="Overloaded"}[5m]))) > 0',
+        5,
+        "warning",
+        "{{ $labels.model }} refuses requests because its queue is full",
+        "Clients get 429.",
+        "queue",
+    ),
+    Alert(
+        "DsparkAcceptLengthCollapsed",
+        "1 + max by (ENGINE) (rate(dspark_accepted_tokens_total[10m]))"
+        " / (max by (ENGINE) (rate(dspark_draft_rounds_total[10m])) > 0) < 1.2",
+        10,
+        "warning",
+        "Drafted rounds of {{ $labels.model }} yield {{ $value | humanize }} tokens",
+        "Drafts are hardly ever accepted; the drafter may not belong to the target.",
+        "accept-length",
+    ),
+    Alert(
+        "DsparkCalibrationDrifts",
+        "abs("
+        "sum by (ENGINE) (max by (ENGINE, text_class, position) (rate(dspark_confidence_stated_total[30m])))"
+        " - sum by (ENGINE) (max by (ENGINE, text_class, position) (rate(dspark_confidence_accepted_total[30m])))"
+        ") / (sum by (ENGINE) (max by (ENGINE, text_class, position) (rate(dspark_confidence_drafts_total[30m]))) > 0)"
+        " > 0.15",
+        30,
+        "warning",
+        "The drafter of {{ $labels.model }} is wrong about its own drafts by {{ $value | humanizePercentage }}",
+        "Stated confidence and real acceptance are apart; verify budgets are chosen worse.",
+        "calibration",
+    ),
+    Alert(
+        "DsparkCostCurveMissing",
+        "max by (ENGINE, reason) (dspark_trim_off) == 1",
+        10,
+        "warning",
+        "{{ $labels.model }} trims no drafts: {{ $labels.reason }}",
+        "Without a cost curve every draft is verified, also under load.",
+        "cost-curve",
+    ),
+    Alert(
+        "DsparkCostCurveStale",
+        "abs(max by (ENGINE) (rate(dspark_measured_step_seconds_total[15m]))"
+        " / (max by (ENGINE) (rate(dspark_predicted_step_seconds_total[15m])) > 0) - 1) > 0.5",
+        15,
+        "warning",
+        "Steps of {{ $labels.model }} are {{ $value | humanizePercentage }} away from the cost curve",
+        "The device is slower or faster than when the curve was measured.",
+        "cost-curve",
+    ),
+    Alert(
+        "DsparkWorkerLost",
+        "max by (ENGINE) (increase(dspark_verifier_losses_total[15m]))"
+        " + max by (ENGINE) (increase(dspark_drafter_losses_total[15m])) > 0",
+        0,
+        "warning",
+        "A worker of {{ $labels.model }} was lost within 15 minutes",
+        "It is started again; requests are computed again or decode without drafts meanwhile.",
+        "worker-lost",
+    ),
+    Alert(
+        "DsparkVerifierDown",
+        "max by (ENGINE) (dspark_verifier_up) == 0",
+        2,
+        "critical",
+        "The verifier of {{ $labels.model }} does not answer",
+        "Nothing is served until it is back.",
+        "worker-lost",
+    ),
+    Alert(
+        "DsparkDrafterDown",
+        "max by (ENGINE) (dspark_drafter_up) == 0 and max by (ENGINE) (dspark_draft_width) > 0",
+        10,
+        "warning",
+        "The drafter of {{ $labels.model }} does not answer",
+        "The engine decodes without drafts.",
+        "worker-lost",
+    ),
+    Alert(
+        "DsparkStalled",
+        "max by (ENGINE) (dspark_last_step_age_seconds) > 60 and max by (ENGINE) (dspark_requests_running) > 0",
+        2,
+        "critical",
+        "{{ $labels.model }} has requests and has made no step for {{ $value | humanizeDuration }}",
+        "The loop or a worker hangs.",
+        "stalled",
+    ),
+    Alert(
+        "DsparkKvExhausted",
+        "max by (ENGINE) (dspark_kv_cache_usage_ratio) > 0.95 and max by (ENGINE) (dspark_requests_waiting) > 0",
+        10,
+        "warning",
+        "The KV cache of {{ $labels.model }} is full and requests wait for it",
+        "Running requests are preempted and computed again.",
+        "kv-exhausted",
+    ),
+    Alert(
+        "DsparkSchedulerDown",
+        "max by (job) (dspark_scheduler_up) == 0",
+        2,
+        "critical",
+        "No gateway of {{ $labels.job }} reaches its scheduler",
+        "Requests get 503.",
+        "scheduler-down",
+    ),
+    Alert(
+        "DsparkAbsent",
+        "absent(dspark_scheduler_up)",
+        5,
+        "critical",
+        "There are no metrics of DSpark Serve",
+        "No gateway is scraped; the server may be down, or the scrape refused.",
+        "absent",
+    ),
+)
+
+
+def rules(minute_s: float = 60.0) -> dict[str, Any]:
+    """The rule file. minute_s: seconds of a minute, less than 60 where nobody can wait that long."""
+    return {"groups": [{"name": "dspark", "rules": [_rule(alert, minute_s) for alert in ALERTS]}]}
+
+
+def rules_file() -> str:
+    return _HEADER + yaml.safe_dump(rules(), sort_keys=False, width=1000)
+
+
+def _rule(alert: Alert, minute_s: float) -> Mapping[str, Any]:
+    held = {"for": _duration(alert.minutes * minute_s)} if alert.minutes else {}
+    return {
+        "alert": alert.name,
+        "expr": in_minutes_of(alert.expr.replace("ENGINE", _ENGINE), minute_s),
+        **held,
+        "labels": {"severity": alert.severity},
+        "annotations": {
+            "summary": alert.summary,
+            "description": alert.description,
+            "runbook_url": f"{RUNBOOKS}/{alert.runbook}.md",
+        },
+    }
+
+
+def in_minutes_of(expression: str, minute_s: float) -> str:
+    """The expression with its ranges, all of whole minutes, in minutes of so many seconds."""
+    return re.sub(r"\[(\d+)m\]", lambda found: f"[{_duration(int(found[1]) * minute_s)}]", expression)
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("m", 60.0), ("s", 1.0)):
+        if seconds % size == 0:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds * 1000:.0f}ms"
