@@ -91,6 +91,7 @@ class SchedulerActor:
         if request.timed:
             loop.times.begin(request.request_id, now)
         self._subscriber_of[request.request_id] = request.subscriber
+        logger.debug("queued: %d prompt tokens", len(request.prompt_ids), extra={"request_ids": (request.request_id,)})
         self._quiet.clear()
         loop.wake()
 
@@ -178,6 +179,7 @@ class SchedulerActor:
         for delta in self._started().times.stamp(deltas):
             by_subscriber[self._subscriber_of[delta.request_id]].append(delta)
             if delta.finish_reason is not None:
+                logger.debug("ended: %s", delta.finish_reason.value, extra={"request_ids": (delta.request_id,)})
                 del self._subscriber_of[delta.request_id]
         for subscriber, its_deltas in by_subscriber.items():
             self._mailbox(subscriber).put(its_deltas)

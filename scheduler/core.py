@@ -361,7 +361,7 @@ class PrefixScheduler:
             check_verdict(share, verdict, self.verifier.vocab_size)
             committed, reason = self._commit(share, verdict)
         except Exception as error:
-            logger.exception("request %s failed in apply", live.request.request_id)
+            logger.exception("a request failed in apply", extra={"request_ids": (live.request.request_id,)})
             return self._fail(live, InternalFault(str(error)))
         if not share.samples:
             return None

@@ -87,7 +87,8 @@ class ServingLoop:
                 if self.core.has_work:
                     await self._step()
             except Exception as fault:
-                logger.exception("a step failed")
+                residents = [live.request.request_id for live in self.core.residency.live.values()]
+                logger.exception("a step failed", extra={"request_ids": residents})
                 await self._abandon_flight()
                 self._emit(self.core.reset(InternalFault(f"the scheduler failed: {fault}")))
             finally:
@@ -221,7 +222,7 @@ class ServingLoop:
             drafts = await self.drafter.propose(call)
             self.core.check_drafts(call, drafts)
         except Exception as error:
-            self._lose_drafter(error)
+            self._lose_drafter(error, [ask.request_id for ask in call.asks])
             return []
         return drafts
 
@@ -239,19 +240,21 @@ class ServingLoop:
             return None
         if plan.capture and not self.drafter.lost:
             if features is None:
-                self._lose_drafter(InternalFault("the verifier returned no features"))
+                self._lose_drafter(InternalFault("the verifier returned no features"), _ids(plan))
             else:
                 self.drafter.hold(features, plan.num_tokens)
         return verdicts
 
-    def _lose_drafter(self, error: Exception) -> None:
-        logger.warning("decoding without drafts: %s: %s", type(error).__name__, error)
+    def _lose_drafter(self, error: Exception, request_ids: Sequence[str]) -> None:
+        extra = {"request_ids": request_ids}
+        logger.warning("decoding without drafts: %s: %s", type(error).__name__, error, extra=extra)
         self.core.drafter_lost()
         self.drafter.lose()
 
     async def _recover(self, plan: Plan, error: Exception) -> None:
         """After a failed verify: no row can be relied on. Waits for the verifier, at most recover_timeout_s."""
-        logger.warning("the verify step failed: %s: %s", type(error).__name__, error, exc_info=error)
+        about = {"request_ids": _ids(plan)}
+        logger.warning("the verify step failed: %s: %s", type(error).__name__, error, exc_info=error, extra=about)
         self.verifier.lost = True
         self._emit(self.core.verifier_lost())
         self.drafter.drop_features()
@@ -259,7 +262,7 @@ class ServingLoop:
         if self._strikes == _MAX_STRIKES:
             # The worker answers but the same requests fail again and again: they may be the cause.
             self._strikes = 0
-            self._emit(self.core.fail([e.request_id for e in plan.extensions], _blame(error)))
+            self._emit(self.core.fail(_ids(plan), _blame(error)))
         deadline_s = self._clock() + self._config.recover_timeout_s
         delay_s = _FIRST_RETRY_S
         while (left_s := deadline_s - self._clock()) > 0:
@@ -303,6 +306,10 @@ async def _timed(work: Callable[[], Awaitable[T]], clock: Callable[[], float]) -
     """The result, and the seconds it took."""
     began = clock()
     return await work(), clock() - began
+
+
+def _ids(plan: Plan) -> list[str]:
+    return [extension.request_id for extension in plan.extensions]
 
 
 def _blame(error: Exception) -> ServingError:

@@ -20,7 +20,7 @@ from scheduler.stats import SchedulerStats
 from scheduler.wire import Request
 from services import phase
 from services.access import check_exposure
-from services.cluster import gpu_shares, resolve_placement, visible_gpus
+from services.cluster import gpu_shares, log_here, resolve_placement, visible_gpus
 from services.engine import NO_DRAFTER, Engine, Workers
 from services.gateway.app import create_app
 from services.gateway.config import GatewayConfig
@@ -40,6 +40,7 @@ class PrefixScheduler:
     `drain_s` to finish what runs when it has to go."""
 
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]
+        log_here("scheduler", settings.log_config())
         self._drain_s = settings.gateway.drain_s
         launch = launch_split if settings.placement == "split" else _launch_here
         self._engine = Engine(settings, launch, tell=phase.teller(serve.get_replica_context().app_name))
@@ -79,6 +80,7 @@ class Gateway:
         self._scheduler, self._config = scheduler, config
 
     def __serve_build_asgi_app__(self) -> Any:
+        log_here("gateway", self._config.log)
         return create_app(RemoteScheduler(self._scheduler), self._config, request_ids=False)
 
 

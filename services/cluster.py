@@ -8,7 +8,9 @@ from typing import Any
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
+from ray.serve._private.logging_utils import get_serve_logs_dir
 
+from services.logs import LogConfig, configure
 from services.settings import Settings
 
 _OBJECT_STORE_BYTES = 256 * 1024 * 1024
@@ -31,6 +33,11 @@ def start_ray(settings: Settings) -> None:
         object_store_memory=_OBJECT_STORE_BYTES,
         **quiet,
     )
+
+
+def log_here(process: str, config: LogConfig) -> None:
+    """Lines of this Ray process go to a file of its own beside Serve's."""
+    configure(process, config, get_serve_logs_dir())
 
 
 def _needed_cpus(settings: Settings) -> int:

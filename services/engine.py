@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import platform
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -23,6 +24,8 @@ from scheduler.stats import SchedulerStats
 from scheduler.wire import Delta, Request
 from services.model_card import ModelCard
 from services.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 NO_DRAFTER = "none"
 
@@ -105,6 +108,7 @@ class Engine:
             self._enter("measuring the cost curve")
             await actor.start()
             self._actor = actor
+            logger.info("the engine is ready: %s", workers.card.name)
             self._tell("")
         except Exception as error:
             self._enter(f"the engine could not start: {error}")

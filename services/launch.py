@@ -25,6 +25,7 @@ from scheduler.errors import Failed, SettingsError
 from services.access import check_exposure
 from services.foreground import STOP_SIGNALS, Stopped, on_stop_signals
 from services.gateway.request_trace import check_tracing
+from services.logs import configure
 from services.settings import Settings
 
 if TYPE_CHECKING:
@@ -245,6 +246,7 @@ async def _serve_in_process(settings: Settings) -> None:
     from services.gateway.app import create_app
     from services.workers import launch_colocated
 
+    configure("server", settings.log_config())
     engine = Engine(settings, launch_colocated, tell=lambda phase: say(phase) if phase else None)
     app = create_app(engine, settings.gateway_config())
     server = _server(app, settings)
@@ -286,9 +288,7 @@ def _server(app: Any, settings: Settings) -> Any:
     gateway = settings.gateway
     drain_s = int(gateway.drain_s)
     return Server(
-        uvicorn.Config(
-            app, host=gateway.host, port=gateway.port, log_level="warning", timeout_graceful_shutdown=drain_s
-        )
+        uvicorn.Config(app, host=gateway.host, port=gateway.port, log_config=None, timeout_graceful_shutdown=drain_s)
     )
 
 

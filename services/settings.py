@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
 import json
 import os
 import re
@@ -32,6 +33,7 @@ from services.demo import demo_drafter, demo_target
 from services.gateway.config import GatewayConfig
 from services.gateway.request_trace import TracingConfig
 from services.gateway.speculation import RULES, SpeculationPolicy
+from services.logs import LogConfig
 from verifier.config import VerifierConfig
 
 PREFIX, DELIMITER = "DSPARK_", "__"
@@ -199,6 +201,15 @@ class GatewaySettings(_Section):
         return names
 
 
+class LogSettings(_Section):
+    """Lines of every process. engine: what this engine group is called in them; empty is made of its settings, so that it stays
+    the same when it restarts."""
+
+    format: Literal["text", "json"] = "text"
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    engine: str = Field(default="", max_length=64, pattern="^[A-Za-z0-9._-]*$")
+
+
 class TracingSettings(_Section):
     """endpoint: an OTLP receiver (`http://collector:4318`, or with grpc `http://collector:4317`); empty is no tracing, and
     OTEL_EXPORTER_OTLP_ENDPOINT stands in where it is not given. protocol: likewise OTEL_EXPORTER_OTLP_PROTOCOL.
@@ -223,6 +234,7 @@ class Settings(BaseSettings):
     resources: ResourceSettings = ResourceSettings()
     gateway: GatewaySettings = GatewaySettings()
     tracing: TracingSettings = TracingSettings()
+    log: LogSettings = LogSettings()
     threads: int = Field(default=0, ge=0)
     cache_dir: str = ""
     seed: int | None = None
@@ -279,8 +291,16 @@ class Settings(BaseSettings):
                 "anonymous_limits": gateway.limits.limits(),
                 "access_log": gateway.access_log.config(),
                 "tracing": TracingConfig(**self.tracing.model_dump()),
+                "log": self.log_config(),
             }
         )
+
+    def log_config(self) -> LogConfig:
+        return LogConfig(self.log.format, self.log.level, self.log.engine or self._engine_name())
+
+    def _engine_name(self) -> str:
+        said = self.model_dump_json(include={"model", "drafter", "scheduler", "kv", "placement"})
+        return f"engine-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
 
     def verifier_config(self, capture_layers: tuple[int, ...]) -> VerifierConfig:
         return VerifierConfig(

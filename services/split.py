@@ -6,6 +6,7 @@ The scheduler's process needs no torch here: model files are read where the mode
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,12 +15,14 @@ from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from scheduler.wire import Draft, DraftAsk, DrafterInfo, Grammar, Plan, Verdict, VerifierInfo
-from services.cluster import gpu_shares, start_ray
+from services.cluster import gpu_shares, log_here, start_ray
 from services.engine import NO_DRAFTER, Workers
 from services.handles import drafter_port, verifier_port
 from services.model_card import ModelCard
 from services.settings import Settings
 from services.threads import openmp_environment
+
+logger = logging.getLogger(__name__)
 
 VERIFIER_BUNDLE, DRAFTER_BUNDLE = 1, 2
 
@@ -28,12 +31,14 @@ class VerifierProcess:
     """The body of the verifier's actor. Loading is a call of its own, so that its errors arrive as themselves."""
 
     def __init__(self, settings: Settings) -> None:
+        log_here("verifier", settings.log_config())
         self._settings = settings
 
     async def start(self) -> None:
         from services.workers import start_verifier
 
         self._worker = await start_verifier(self._settings)
+        logger.info("loaded: %s", await self._worker.describe())
 
     async def describe(self) -> VerifierInfo:
         return await self._worker.describe()
@@ -43,7 +48,11 @@ class VerifierProcess:
 
     async def verify(self, plan: Plan) -> tuple[list[Verdict], Any]:
         """Two Ray results. Features leave the device here: the drafter's process may have another one."""
-        verdicts, features = await self._worker.verify(plan)
+        try:
+            verdicts, features = await self._worker.verify(plan)
+        except Exception:
+            logger.exception("a step failed", extra={"request_ids": [each.request_id for each in plan.extensions]})
+            raise
         return verdicts, features if features is None else _on_host(features)
 
     async def check_grammar(self, grammar: Grammar) -> None:
@@ -67,6 +76,7 @@ class DrafterProcess:
     """The body of the drafter's actor."""
 
     def __init__(self, settings: Settings, verifier: VerifierInfo) -> None:
+        log_here("drafter", settings.log_config())
         self._settings = settings
         self._verifier = verifier
 
@@ -76,6 +86,7 @@ class DrafterProcess:
         worker = await start_drafter(self._settings, self._verifier)
         assert worker is not None
         self._worker = worker
+        logger.info("loaded: %s", await worker.describe())
 
     async def describe(self) -> DrafterInfo:
         return await self._worker.describe()
@@ -84,7 +95,11 @@ class DrafterProcess:
         return await self._worker.progress()
 
     async def propose(self, asks: Sequence[DraftAsk], width: int, *features: Any) -> list[Draft]:
-        return await self._worker.propose(asks, width, [each for each in features if each is not None])
+        try:
+            return await self._worker.propose(asks, width, [each for each in features if each is not None])
+        except Exception:
+            logger.exception("a draft failed", extra={"request_ids": [each.request_id for each in asks]})
+            raise
 
     async def measure(self, num_requests: Sequence[int], widths: Sequence[int]) -> list[list[float]]:
         return await self._worker.measure(num_requests, widths)

@@ -60,7 +60,7 @@ class Automata:
             except ServingError as error:
                 failures[extension.request_id] = error
             except Exception as error:
-                logger.exception("the grammar of %s failed", extension.request_id)
+                logger.exception("a grammar failed", extra={"request_ids": (extension.request_id,)})
                 failures[extension.request_id] = InternalFault(f"the grammar failed: {error}")
         self._forget(failures)
         return constraints, failures

@@ -92,8 +92,10 @@ class AccessLog:
     """Writes the line of a request when its answer has ended or its client is gone. Probes that are answered well are left
     out: they come every few seconds."""
 
-    def __init__(self, app: ASGIApp, write: Callable[[dict[str, Any]], None], prompts: bool = False) -> None:
-        self._app, self._write, self._prompts = app, write, prompts
+    def __init__(
+        self, app: ASGIApp, write: Callable[[dict[str, Any]], None], prompts: bool = False, engine: str = ""
+    ) -> None:
+        self._app, self._write, self._prompts, self._engine = app, write, prompts, engine
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -117,7 +119,8 @@ class AccessLog:
         finally:
             if scope["path"] not in _PROBES or status != 200:
                 prompt = _prompt(bytes(body)) if self._prompts else {}
-                self._write(_record(scope, status, time.monotonic() - begun_s) | prompt)
+                record = _record(scope, status, time.monotonic() - begun_s)
+                self._write(record | {"engine": self._engine or None} | prompt)
 
 
 def _record(scope: Scope, status: int, duration_s: float) -> dict[str, Any]:
@@ -126,6 +129,7 @@ def _record(scope: Scope, status: int, duration_s: float) -> dict[str, Any]:
     return {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "request_id": exchange.request_id,
+        "answer_id": exchange.answer_id or None,
         "key": exchange.api_key or None,
         "method": scope["method"],
         "path": scope["path"][:200],

@@ -26,6 +26,7 @@ from services.gateway.jobs import Job
 from services.gateway.live_choices import LiveChoices
 from services.gateway.request_trace import RequestTrace
 from services.gateway.stream import DONE, KEEP_ALIVE, Gathered, event, usage_body
+from services.logs import about
 from services.metrics import GatewayMetrics
 
 logger = logging.getLogger(__name__)
@@ -69,9 +70,11 @@ class AnswerResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outcome, status = "cancelled", 499
         try:
-            outcome, status = await until_disconnect(receive, self._run(scope, receive, send))
+            with about(self._job.answer_id):
+                logger.debug("handed to the engine: %d prompt tokens", self._job.num_prompt)
+                outcome, status = await until_disconnect(receive, self._run(scope, receive, send))
         except Cancelled:
-            logger.debug("client of %s went away", self._job.requests[0].request_id)
+            logger.debug("the client went away")
         finally:
             self._record(Exchange.of(scope), outcome, status)
 
@@ -86,7 +89,7 @@ class AnswerResponse(Response):
         except OSError:
             raise Cancelled("the client closed the connection") from None
         except Exception:
-            logger.exception("answering %s failed", self._job.requests[0].request_id)
+            logger.exception("answering failed")
             return await self._fail(InternalFault("internal error"), scope, receive, send)
 
     async def _fail(self, error: ServingError, scope: Scope, receive: Receive, send: Send) -> tuple[str, int]:

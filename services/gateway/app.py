@@ -83,6 +83,7 @@ class Gateway:
                 self._model = await asyncio.to_thread(self._loaded, card)
                 self.metrics.model_name = card.name
                 self.loaded.set()
+                logger.info("serving %s", card.name)
             except ServingError as error:
                 self._reason = str(error)
                 await asyncio.sleep(pause_s)
@@ -120,7 +121,7 @@ def create_app(scheduler: Scheduler, config: GatewayConfig, *, request_ids: bool
     if config.tracing.endpoint:
         stop_tracing = _trace(app, config)
     if log is not None:
-        app.add_middleware(AccessLog, write=log.write, prompts=config.access_log.prompts)
+        app.add_middleware(AccessLog, write=log.write, prompts=config.access_log.prompts, engine=config.log.engine)
     app.add_middleware(Guard, answers_id=request_ids)
     return app
 
@@ -130,7 +131,7 @@ def _trace(app: FastAPI, config: GatewayConfig) -> Callable[[], None]:
     check_tracing(config.tracing)
     from services.gateway.tracing import Tracing, close_provider, open_provider
 
-    provider = open_provider(config.tracing)
+    provider = open_provider(config.tracing, engine=config.log.engine)
     app.add_middleware(Tracing, provider=provider)
     return lambda: close_provider(provider)
 

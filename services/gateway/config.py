@@ -9,6 +9,7 @@ from services.gateway.auth import NO_KEYS, AuthConfig
 from services.gateway.limits import UNLIMITED, Limits
 from services.gateway.request_trace import NO_TRACING, TracingConfig
 from services.gateway.speculation import ALL_ALLOWED, SpeculationPolicy
+from services.logs import DEFAULT_LOG, LogConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class GatewayConfig:
     reasoning: whether answers may begin with a thought between <think> and </think>: `think`, `off`, or `auto`: as its chat
         template and tokenizer say.
     auth: the API keys. anonymous_limits: of all requests together where no key is needed. access_log: where it goes.
-    tracing: where traces go, and how many.
+    tracing: where traces go, and how many. log: how this process writes its lines, and which engine's they are.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
@@ -45,3 +46,4 @@ class GatewayConfig:
     anonymous_limits: Limits = UNLIMITED
     access_log: AccessLogConfig = NO_LOG
     tracing: TracingConfig = NO_TRACING
+    log: LogConfig = DEFAULT_LOG

@@ -112,6 +112,6 @@ class EngineClient:
         try:
             await self._bounded(self._scheduler.cancel(request_id))
         except Exception as error:
-            logger.warning("the cancel of %s did not reach the scheduler: %s", request_id, error)
+            logger.warning("a cancel did not reach the scheduler: %s", error, extra={"request_ids": (request_id,)})
         finally:
             subscription.remove(request_id)

@@ -14,7 +14,8 @@ _KEY = "exchange"
 
 @dataclass(slots=True)
 class Exchange:
-    """request_id: as sent back in x-request-id. api_key: the name of the key it came with. model: as the client called it.
+    """request_id: as sent back in x-request-id. answer_id: the engine's, and the `id` in the answer's body.
+    api_key: the name of the key it came with. model: as the client called it.
 
     outcome: stop, length, tool_calls, cancelled, rejected or failed; empty for endpoints that generate nothing.
     error: the code in the error envelope. first_token_s: seconds from arrival; 0 when none came.
@@ -22,6 +23,7 @@ class Exchange:
     """
 
     request_id: str = ""
+    answer_id: str = ""
     api_key: str = ""
     model: str = ""
     stream: bool = False

@@ -9,8 +9,10 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from scheduler.errors import InternalFault
 from services.gateway.errors import plain_error
 from services.gateway.exchange import Exchange
+from services.logs import about
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +44,13 @@ class Guard:
             await send(message)
 
         try:
-            await self._app(scope, receive, guarded_send)
+            with about(request_id):
+                await self._app(scope, receive, guarded_send)
         except Exception:
-            logger.exception("%s %s failed (%s)", scope["method"], scope["path"], request_id)
+            logger.exception("%s %s failed", scope["method"], scope["path"], extra={"request_ids": (request_id,)})
             if started:
-                raise
+                # the server closes the connection, and logs this: what it was may quote the request
+                raise InternalFault(f"the answer to {request_id} broke off") from None
             await plain_error(500, "internal error", "internal_error")(scope, receive, guarded_send)
         return None
 

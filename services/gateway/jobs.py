@@ -61,6 +61,12 @@ class Job:
         return sum(len(request.prompt_ids) for request in self.requests[:: self.num_choices])
 
     @property
+    def answer_id(self) -> str:
+        """The requests' ids are this one, followed by their number where there are several."""
+        first = self.requests[0].request_id
+        return first if len(self.requests) == 1 else first.removesuffix("-0")
+
+    @property
     def speculation(self) -> Speculation | None:
         return self.requests[0].speculation
 

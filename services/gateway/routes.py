@@ -65,6 +65,7 @@ async def _answer(
         exchange = Exchange.of(request.scope)
         exchange.outcome, exchange.error = outcome, answer.code
         raise
+    exchange.answer_id = job.answer_id
     if exchange.trace is not None:
         job = job.timed()
         exchange.trace.begin(job.requests)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import uuid
 from collections import deque
@@ -83,7 +84,8 @@ class Subscription:
         self._inboxes: dict[str, Inbox] = {}
         self._stands = asyncio.Event()
         self._idle_timer: asyncio.TimerHandle | None = None
-        self._pump = asyncio.create_task(self._run(scheduler))
+        # it serves every request, and is about none: not about the one that happens to be here first
+        self._pump = asyncio.create_task(self._run(scheduler), context=contextvars.Context())
 
     @property
     def ended(self) -> bool:

@@ -42,7 +42,7 @@ Attributes = dict[str, Any]
 
 
 def open_provider(config: TracingConfig, *, engine: str = "") -> TracerProvider:
-    """engine: of which group this gateway is, told as `service.namespace`. OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES and
+    """engine: of which group this gateway is. OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES and
     OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE and _COMPRESSION are read by the library."""
     named = {"service.name": "dspark-serve", "service.version": version("dspark-serve")}
     resource = Resource(named | ({"dspark.engine": engine} if engine else {}))

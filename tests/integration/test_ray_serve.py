@@ -23,6 +23,7 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
+from ray.serve._private.logging_utils import get_serve_logs_dir
 
 from scheduler.actor import SchedulerActor
 from scheduler.config import SchedulerConfig
@@ -54,6 +55,7 @@ def tree(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
         "gateway": {"drain_s": 20, "connect_timeout_s": 60, "idle_s": IDLE_S},
         "threads": 1,
         "cache_dir": str(folder / "cache"),
+        "log": {"format": "json", "level": "debug"},
     }
 
 
@@ -325,6 +327,38 @@ def test_a_scheduler_that_dies_ends_streams_with_an_error_event_and_comes_back(s
     assert error["code"] == "engine_unavailable" and "data: [DONE]" not in rest
     until(lambda: served.get("/ready").status_code == 200)
     assert streamed(served, "hello")[0] == expected["hello"]
+
+
+def test_lines_of_every_process_have_ids_and_none_has_a_word_of_a_prompt(served):
+    """Ray's and Serve's own files included; for answers, refusals of gateway and engine, broken bodies, clients that drop."""
+    marker = "zebraquilt"
+    logs = Path(get_serve_logs_dir())
+    asked = {"x-request-id": "asked-1"}
+    assert served.post(CHAT, json=body(marker), headers=asked).status_code == 200
+    for content in (
+        b'{"messages": "' + marker.encode(),
+        json.dumps(body(marker, n=marker)).encode(),
+        json.dumps(body(marker, max_tokens=10_000)).encode(),
+        json.dumps(body(marker, stop_token_ids=[10_000])).encode(),
+        json.dumps(body("x", guided_regex=f"[{marker}", stop_token_ids=[10])).encode(),
+        json.dumps({"model": "golden", "messages": [{"role": "user", "content": {marker: marker}}]}).encode(),
+    ):
+        assert served.post(CHAT, content=content).status_code == 400
+    with pytest.raises(httpx.TimeoutException):
+        served.post(CHAT, json=body(marker, max_tokens=400), timeout=0.1)
+    names = ["gateway", "scheduler", *(("verifier", "drafter") if served.placement == "split" else ())]
+    lines: dict[str, list[dict]] = {}
+    for name in names:
+        files = sorted(logs.glob(f"dspark_{name}_*.log"), key=lambda path: path.stat().st_mtime)
+        lines[name] = [json.loads(line) for line in files[-1].read_text().splitlines()]
+    for name, each in lines.items():
+        assert each and {line["process"] for line in each} == {name}
+        assert all({"time", "level", "engine", "request_ids", "logger", "message"} <= line.keys() for line in each)
+    assert len({line["engine"] for each in lines.values() for line in each}) == 1
+    (known,) = [line["request_ids"] for line in lines["gateway"] if "asked-1" in line["request_ids"]]
+    assert any(known[1] in line["request_ids"] for line in lines["scheduler"]), "the same request in both processes"
+    for path in (path for path in logs.parent.rglob("*") if path.is_file()):
+        assert marker.encode() not in path.read_bytes(), path
 
 
 async def trace(workers: Workers) -> list[tuple[int, int]]:
