@@ -89,7 +89,7 @@ class DraftRunner:
         self.calibration = UNCALIBRATED
         if config.calibrated:
             self.calibration = load_calibration(folder, self.arch.block_size, self.fingerprint)
-        self.width = _width(self.arch, config.max_width)
+        self.width = width_of(self.arch, config.max_width)
         self.backbone = self._build_backbone(checkpoint)
         self.lm_head = Linear(checkpoint.tensors["lm_head.weight"])
         self.vocabulary = checkpoint.draft_vocab_ids
@@ -239,7 +239,7 @@ class DraftRunner:
         )
 
 
-def _width(arch: DrafterArchitecture, max_width: int) -> int:
+def width_of(arch: DrafterArchitecture, max_width: int) -> int:
     """Tokens drafted in a round: γ or fewer; an MTP module may be run more often than it was trained for."""
     if arch.design == "mtp":
         return min(max_width, MAX_BLOCK) or arch.block_size

@@ -1,4 +1,5 @@
-"""The command line: `dspark serve | generate | measure | bench | simulate | prepare | train | calibrate | evaluate`.
+"""The command line: `dspark serve | generate | measure | bench | simulate | prepare | train | calibrate | evaluate | doctor |
+top`.
 
 Parses flags into settings; errors are one line.
 
@@ -21,6 +22,7 @@ from services.evaluate_commands import add_calibrate, add_evaluate
 from services.foreground import Stopped, end_now, run_behind, stop_signals_raise
 from services.simulate import add_simulate
 from services.threads import SPIN_COUNT
+from services.top import add_top
 from services.train_commands import add_prepare, add_train
 
 if TYPE_CHECKING:
@@ -92,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
         _add_calibrate,
         _add_evaluate,
         _add_training,
+        _add_doctor,
+        _add_top,
     ):
         add(commands)
     return parser
@@ -157,6 +161,18 @@ def _add_evaluate(commands: Any) -> None:
     )
     flags = {name: keys for name, keys in SETTING_FLAGS.items() if name not in ("planner", "drafter")}
     add_evaluate(_command(commands, "evaluate", text, None, flags), settings_of)
+
+
+def _add_doctor(commands: Any) -> None:
+    from services.doctor.command import add_doctor
+
+    text = "Check this machine, or with --url a running server, and say what to do."
+    add_doctor(_command(commands, "doctor", text, None, SETTING_FLAGS | SERVE_FLAGS), settings_of)
+
+
+def _add_top(commands: Any) -> None:
+    text = "Watch a running server: requests, tokens, drafts, seconds per verb."
+    add_top(commands.add_parser("top", help=text, description=text))
 
 
 def settings_of(args: argparse.Namespace) -> Settings:

@@ -48,12 +48,26 @@ class _Step(ctypes.Structure):
     )
 
 
+def applies() -> bool:
+    """Whether this machine's processor has the instructions that the kernels are written in."""
+    return platform.machine() == "x86_64" and torch.cpu._is_avx512_bf16_supported()
+
+
+def find_compiler() -> str | None:
+    return next((c for c in (os.environ.get("CC"), "cc", "gcc", "clang") if c and shutil.which(c)), None)
+
+
+def build_kernels(compiler: str) -> Path:
+    """The library file of the target's step, built where it is not there; raises OSError or SubprocessError."""
+    return _built(_SOURCE, compiler)
+
+
 @cache
 def compiled(source: Path) -> ctypes.CDLL | None:
     """The library built from a C source of ours, or None where this machine cannot build or run it."""
-    if platform.machine() != "x86_64" or not torch.cpu._is_avx512_bf16_supported():
+    if not applies():
         return None
-    compiler = next((c for c in (os.environ.get("CC"), "cc", "gcc", "clang") if c and shutil.which(c)), None)
+    compiler = find_compiler()
     if compiler is None:
         logger.warning("no C compiler found: torch operators are used, which take longer (install gcc)")
         return None

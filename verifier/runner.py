@@ -47,13 +47,13 @@ class TargetRunner:
         folder = resolve_model(config.model, config.cache_dir)
         self.arch = read_architecture(folder)
         self.max_model_len = _max_model_len(config, self.arch)
-        self.capture = _checked_layers(config.capture_layers, self.arch)
+        self.capture = checked_layers(config.capture_layers, self.arch)
         self.fingerprint = fingerprint(folder)
         weights = load_target(folder, self.arch, self.dtype, self.device)
         self.model = Decoder(self.arch, weights, max_len=self.max_model_len, dtype=self.dtype, device=self.device)
         self.kv = PagedKV(
             num_layers=self.arch.num_layers,
-            num_blocks=_num_blocks(config, self.kv_bytes_per_token, self.max_model_len),
+            num_blocks=num_blocks_of(config, self.kv_bytes_per_token, self.max_model_len),
             block_size=config.block_size,
             num_kv_heads=self.arch.num_kv_heads,
             head_dim=self.arch.head_dim,
@@ -160,7 +160,7 @@ def _max_model_len(config: VerifierConfig, arch: Architecture) -> int:
     return config.max_model_len or arch.max_position_embeddings
 
 
-def _checked_layers(layers: Sequence[int], arch: Architecture) -> tuple[int, ...]:
+def checked_layers(layers: Sequence[int], arch: Architecture) -> tuple[int, ...]:
     bad = [i for i in layers if not -1 <= i < arch.num_layers - 1]
     if bad:
         raise SettingsError(
@@ -170,7 +170,7 @@ def _checked_layers(layers: Sequence[int], arch: Architecture) -> tuple[int, ...
     return tuple(layers)
 
 
-def _num_blocks(config: VerifierConfig, token_bytes: int, max_model_len: int) -> int:
+def num_blocks_of(config: VerifierConfig, token_bytes: int, max_model_len: int) -> int:
     """Blocks of the cache, block 0 included: as told, else as many as fit kv_cache_bytes, else a default per live request."""
     size = config.block_size
     if config.num_blocks:

@@ -42,6 +42,34 @@ def resolve_model(model: str, cache_dir: str = "") -> Path:
     return _hub_snapshot(model)
 
 
+def is_local(model: str) -> bool:
+    """Whether `resolve_model` would download nothing: it is here, or it is no hub id at all."""
+    if Path(model).expanduser().exists() or model.lower().endswith(".gguf"):
+        return True
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        snapshot_download(model, allow_patterns=_HUB_FILES, local_files_only=True)
+    except HFValidationError:
+        return True
+    except Exception:  # the hub's library has a class for each way of not having it
+        return False
+    return True
+
+
+def is_converted(path: Path, cache_dir: str = "") -> bool:
+    """Whether a GGUF file's conversion is in the cache, whole."""
+    return _intact(_conversion_folder(path, Path(cache_dir).expanduser() if cache_dir else default_cache_dir()))
+
+
+def _conversion_folder(path: Path, cache: Path) -> Path:
+    """Named by the file's name, size and time."""
+    stat = path.stat()
+    key = hashlib.sha256(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    return cache / f"{path.stem}-{key}"
+
+
 def _hub_snapshot(model: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
@@ -58,10 +86,8 @@ def _hub_snapshot(model: str) -> Path:
 
 
 def _converted_gguf(path: Path, cache: Path) -> Path:
-    """The cache folder is named by the file's name, size and time; it appears whole or not at all."""
-    stat = path.stat()
-    key = hashlib.sha256(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:12]
-    folder = cache / f"{path.stem}-{key}"
+    """The folder appears whole or not at all."""
+    folder = _conversion_folder(path, cache)
     if _intact(folder):
         return folder
     unfinished: Path | None = None
@@ -124,6 +150,18 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     if not single.is_file():
         raise SettingsError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
     return dict.fromkeys(_names(single), single)
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Of every tensor, from the headers alone."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in set(tensor_files(folder).values()):
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise SettingsError(f"{path} is not a readable safetensors file (truncated?): {error}") from None
+    return shapes
 
 
 def _names(path: Path) -> list[str]:

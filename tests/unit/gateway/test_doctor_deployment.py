@@ -1,0 +1,171 @@
+"""`dspark doctor --url` before a real gateway: every warning and failure, caused by what the server says of itself."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import httpx
+import pytest
+
+from scheduler.drift import DriftRow
+from scheduler.stats import SchedulerStats
+from services.cli import main
+from services.doctor.deployment import check_deployment
+from services.doctor.findings import Finding
+from services.gateway.auth import ApiKey, AuthConfig, digest_of
+from tests.served_gateway import ServedGateway
+
+WELL = SchedulerStats(
+    num_steps=900,
+    num_draft_rounds=1000,
+    num_accepted_tokens=1500,
+    num_admitted=100,
+    num_live=2,
+    planner="auto",
+    gate_state="open",
+    draft_width=7,
+    curve_loaded=True,
+    curve_age_s=3600.0,
+    drafter_alive=True,
+    verifier_alive=True,
+    kv_blocks_used=10,
+    kv_blocks_total=100,
+    drift=(DriftRow("code", (600, 400), (500, 250), (480.0, 240.0), (490.0, 250.0)),),
+)
+
+
+@pytest.fixture
+def gateway(bench, make_script) -> Iterator[ServedGateway]:
+    with ServedGateway(bench.scheduler(make_script(bench.rounds("Hello there")))) as running:
+        running.stats = WELL
+        yield running
+
+
+def found(url: str, key: str = "") -> dict[str, Finding]:
+    return {each.check: each for each in check_deployment(url, key)}
+
+
+def test_a_server_that_is_well_has_no_warning_and_status_0(gateway, capsys):
+    assert main(["doctor", "--url", f"{gateway.url}/v1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 10 and all(line.startswith("ok ") for line in lines[:-1])
+    assert lines[-1] == f"{len(lines) - 1} ok, 0 warn, 0 fail"
+    assert any("2.50 tokens per round" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("check", "state", "changes", "words"),
+    [
+        ("workers", "fail", {"verifier_alive": False}, "verifier is lost"),
+        ("workers", "warn", {"drafter_alive": False}, "drafter is lost"),
+        ("workers", "warn", {"num_drafter_losses": 2}, "2 losses"),
+        ("progress", "fail", {"last_step_age_s": 90.0}, "no step ended for 90 s"),
+        ("queue", "warn", {"num_waiting": 5}, "5 requests wait"),
+        ("memory", "warn", {"kv_blocks_used": 99}, "99%"),
+        ("memory", "warn", {"num_preemptions": 20}, "20 preemptions"),
+        ("curve", "warn", {"trim_off_reason": "no cost curve: it failed", "curve_loaded": False}, "it failed"),
+        ("curve", "warn", {"verify_cost_factor": 2.5}, "2.50 times as long"),
+        ("curve", "warn", {"curve_age_s": 40 * 86400.0}, "40 days old"),
+        ("acceptance", "warn", {"num_accepted_tokens": 30}, "1.03 tokens"),
+        (
+            "calibration",
+            "warn",
+            {"drift": (DriftRow("", (1000,), (300,), (600.0,), (310.0,)),)},
+            "states 0.60 and 0.30 are accepted",
+        ),
+    ],
+)
+def test_what_is_not_well_is_said_with_what_to_do(gateway, check, state, changes, words):
+    gateway.stats = replace(WELL, **changes)
+    findings = found(gateway.url)
+    assert findings[check].state == state and words in findings[check].said and findings[check].todo
+    assert {each.check for each in findings.values() if each.state != "ok"} == {check}, "and nothing else"
+
+
+def test_a_server_without_a_drafter_or_a_curve_may_be_well(gateway):
+    gateway.stats = replace(WELL, draft_width=0, drafter_alive=False, curve_loaded=False, planner="off")
+    assert {each.state for each in found(gateway.url).values()} == {"ok"}
+
+
+def test_failed_requests_are_counted_by_code(gateway, body):
+    with httpx.Client() as client:
+        for number in range(60):
+            changes = {"temperature": 99} if number % 2 else {}
+            client.post(f"{gateway.url}/v1/chat/completions", json=body(**changes))
+    assert found(gateway.url)["requests"].state == "ok", "refusals are the clients'"
+
+
+def test_requests_that_fail_are_a_warning(bench, make_script, body):
+    from scheduler.errors import VerifierLost
+
+    with ServedGateway(bench.scheduler(make_script(failure=VerifierLost("gone"), late=True))) as broken:
+        broken.stats = WELL
+        with httpx.Client() as client:
+            for _ in range(50):
+                client.post(f"{broken.url}/v1/chat/completions", json=body())
+        finding = found(broken.url)["requests"]
+    assert finding.state == "warn" and "50 of 50 failed (engine_unavailable 50)" in finding.said
+
+
+def test_a_lost_scheduler_is_a_failure_and_status_1(gateway, capsys):
+    gateway.stats = None
+    assert main(["doctor", "--url", gateway.url, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["status"] == 1
+    assert [each["check"] for each in told["checks"] if each["state"] == "fail"] == ["scheduler"]
+
+
+def test_a_server_that_is_not_ready_says_why(bench, make_script):
+    scheduler = bench.scheduler(make_script(bench.rounds("Hello")))
+    scheduler.ready = False
+    with ServedGateway(scheduler) as starting:
+        findings = found(starting.url)
+    assert findings["ready"].state == "fail" and findings["ready"].said
+    assert findings["models"].state == "fail"
+
+
+def test_a_server_with_keys_asks_for_them(bench, make_script):
+    keys = (
+        ApiKey("ann", digest_of("sk-0123456789abcdef"), frozenset({"api"})),
+        ApiKey("prom", digest_of("pm-0123456789abcdef"), frozenset({"metrics"})),
+    )
+    config = replace(bench.config, auth=AuthConfig(keys, metrics_need_key=True))
+    with ServedGateway(bench.scheduler(make_script(bench.rounds("Hello"))), config) as locked:
+        assert found(locked.url)["models"].state == "fail" and "--key" in found(locked.url)["models"].todo
+        findings = found(locked.url, "sk-0123456789abcdef")
+        assert findings["models"].state == "ok"
+        assert findings["metrics"].state == "warn" and "metrics" in findings["metrics"].todo
+
+
+@pytest.fixture
+def stranger() -> Iterator[str]:
+    """A server that is not ours."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_nobody_and_somebody_else_are_told_apart(stranger: str, capsys):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        nobody = found(f"http://127.0.0.1:{closed.getsockname()[1]}")
+    assert list(nobody) == ["reach"] and nobody["reach"].state == "fail" and "does not answer" in nobody["reach"].said
+    assert "no DSpark server" in found(stranger)["reach"].said
+    assert main(["doctor", "--url", stranger]) == 1
+    assert capsys.readouterr().out.startswith("fail  reach")
