@@ -20,7 +20,7 @@ from drafter.checkpoint import Checkpoint
 from verifier.features import CommittedFeatures, merged
 from verifier.kv import PagedKV
 from verifier.layers import Linear, Rotary, rms_norm, split_heads_norm
-from verifier.model import DecoderLayer
+from verifier.model import DecoderLayer, LayerStack
 
 
 class Backbone:
@@ -39,6 +39,7 @@ class Backbone:
         self.fc, self.hidden_norm = Linear(weights["fc.weight"]), weights["hidden_norm.weight"]
         self.layers = [DecoderLayer(decoder, weights, f"layers.{i}") for i in range(decoder.num_layers)]
         self.rotary = Rotary(decoder, max_len, dtype, device)
+        self._stack = LayerStack(self.layers, self.rotary)
         # every layer projects the same context rows, so that one product gives the keys and values of all
         names = [f"layers.{i}.self_attn.{p}_proj" for i in range(decoder.num_layers) for p in "kv"]
         bias = torch.cat([weights[f"{name}.bias"] for name in names]) if decoder.qkv_bias else None
@@ -78,10 +79,5 @@ class Backbone:
         flat_positions = torch.from_numpy(positions.ravel())
         attend = block_attention(self.pool, self.rotary, starts, width, flat_positions, num_heads=self.num_heads)
         hidden = self.embed_tokens.index_select(0, torch.from_numpy(ids.ravel()).to(self.device))
-        cos_sin = None if attend.rotates else self.rotary.at(flat_positions.to(self.device))
-        for index, layer in enumerate(self.layers):
-            qkv = layer.project(hidden)
-            if cos_sin is not None:
-                qkv = self.rotary.rotate(qkv, cos_sin)
-            hidden = layer.finish(hidden, attend(index, qkv))
+        hidden, _ = self._stack.run(hidden, flat_positions.to(self.device), attend)
         return rms_norm(hidden, self.norm, self.eps).view(len(starts), width, -1)

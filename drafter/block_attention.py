@@ -18,6 +18,7 @@ from verifier import native
 from verifier.attention import Span, split_spans
 from verifier.kv import PagedKV, padded_tables
 from verifier.layers import Rotary
+from verifier.native_step import AttentionStep, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,34 +32,16 @@ class BlockStart:
 
 def block_attention(
     pool: PagedKV, rotary: Rotary, starts: Sequence[BlockStart], width: int, positions: Tensor, *, num_heads: int
-) -> NativeBlockAttention | TorchBlockAttention:
+) -> AttentionStep | TorchBlockAttention:
     """The attention of one proposal, by the native kernel where it applies. positions [R * w] of the slots, on the CPU."""
     tensors = pool.pool
     if native.usable(tensors.dtype, tensors.device, tensors.shape[-1], num_heads // pool.num_kv_heads):
-        return NativeBlockAttention(pool, rotary, starts, width, positions, num_heads=num_heads)
-    return TorchBlockAttention(pool, starts, width, num_heads=num_heads)
-
-
-class NativeBlockAttention:
-    """By verifier/native.c, which reads the context from the cache and the block from its projections."""
-
-    rotates = True
-
-    def __init__(
-        self,
-        pool: PagedKV,
-        rotary: Rotary,
-        starts: Sequence[BlockStart],
-        width: int,
-        positions: Tensor,
-        *,
-        num_heads: int,
-    ) -> None:
-        self.pool = pool.pool
         lengths = np.array([s.start for s in starts])
         num_blocks = max(1, -(-int(lengths.max()) // pool.block_size))
-        self.step = native.AttentionStep(
-            rows=[native.Rows(i * width, width, i) for i in range(len(starts))],
+        # the context is read from the cache, the block from its projections
+        return AttentionStep(
+            pool=tensors,
+            rows=[Rows(i * width, width, i) for i in range(len(starts))],
             tables=padded_tables([s.block_ids for s in starts], num_blocks),
             limits=np.repeat(lengths, width),
             positions=positions,
@@ -66,17 +49,12 @@ class NativeBlockAttention:
             cos_sin=rotary.tables,
             num_heads=num_heads,
             num_kv_heads=pool.num_kv_heads,
-            head_dim=self.pool.shape[-1],
+            head_dim=tensors.shape[-1],
             block_size=pool.block_size,
             extra=width,
             extra_first=np.repeat(np.arange(len(starts)) * width, width),
         )
-        self.out = self.pool.new_empty(len(starts) * width, num_heads * self.pool.shape[-1])
-
-    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
-        """qkv [R * w, H + 2 KV, hd], not rotated -> [R * w, H * hd]."""
-        self.step.attend(qkv, self.pool[layer], self.out)
-        return self.out
+    return TorchBlockAttention(pool, starts, width, num_heads=num_heads)
 
 
 @dataclass(frozen=True, slots=True)

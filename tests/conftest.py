@@ -44,11 +44,10 @@ def save_target(folder: Path, family: str, *, vocab_size: int = 64, seed: int = 
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        initializer_range=0.4,
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=None,
-        **{"max_position_embeddings": 256, **overrides},
+        **{"max_position_embeddings": 256, "initializer_range": 0.4, **overrides},
     )
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

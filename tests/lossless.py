@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--concurrency", type=int, default=12)
-    parser.add_argument("--blocks", type=int, default=90, help="KV blocks of 16 tokens; few, so that requests preempt")
+    parser.add_argument("--blocks", type=int, default=56, help="KV blocks of 16 tokens; few, so that requests preempt")
     parser.add_argument("--planners", default=",".join(PLANNERS))
     parser.add_argument("--placements", default="colocated,split")
     parser.add_argument(

@@ -23,6 +23,7 @@ from scheduler.wire import IntArray
 from verifier import native
 from verifier.kv import PagedKV, padded_tables
 from verifier.layers import Rotary
+from verifier.native_step import AttentionStep, Rows
 
 # Extensions of at most this many rows are padded together; longer ones (prompt chunks) are computed alone.
 SHORT = 16
@@ -63,26 +64,14 @@ class Bucket:
 
 def paged_attention(
     kv: PagedKV, rotary: Rotary, slots: Tensor, positions: Tensor, spans: Sequence[Span], *, num_heads: int
-) -> NativeAttention | TorchAttention:
+) -> AttentionStep | TorchAttention:
     """The attention of one step, by the native kernel where it applies. slots, positions [N] of the flat rows."""
     pool = kv.pool
     if native.usable(pool.dtype, pool.device, pool.shape[-1], num_heads // kv.num_kv_heads):
-        return NativeAttention(kv, rotary, slots, positions, spans, num_heads=num_heads)
-    return TorchAttention(kv, slots, spans, num_heads=num_heads, dtype=pool.dtype)
-
-
-class NativeAttention:
-    """`attend(layer, qkv)` for one step by verifier/native.c: rotates, writes the cache and attends in one call."""
-
-    rotates = True
-
-    def __init__(
-        self, kv: PagedKV, rotary: Rotary, slots: Tensor, positions: Tensor, spans: Sequence[Span], *, num_heads: int
-    ) -> None:
-        self._pool = kv.pool
         num_blocks = -(-max(s.context_len for s in spans) // kv.block_size)
-        self._step = native.AttentionStep(
-            rows=[native.Rows(s.first_row, s.num_rows, table) for table, s in enumerate(spans)],
+        return AttentionStep(
+            pool=pool,
+            rows=[Rows(s.first_row, s.num_rows, table) for table, s in enumerate(spans)],
             tables=padded_tables([s.block_ids for s in spans], num_blocks),
             limits=positions.numpy() + 1,
             positions=positions,
@@ -90,16 +79,10 @@ class NativeAttention:
             cos_sin=rotary.tables,
             num_heads=num_heads,
             num_kv_heads=kv.num_kv_heads,
-            head_dim=kv.pool.shape[-1],
+            head_dim=pool.shape[-1],
             block_size=kv.block_size,
         )
-        # every layer reads its output before the next one writes it
-        self._out = self._pool.new_empty(len(slots), num_heads * kv.pool.shape[-1])
-
-    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
-        """qkv [N, H + 2 KV, hd], not rotated -> [N, H * hd]."""
-        self._step.attend(qkv, self._pool[layer], self._out)
-        return self._out
+    return TorchAttention(kv, slots, spans, num_heads=num_heads, dtype=pool.dtype)
 
 
 class TorchAttention:

@@ -1,4 +1,5 @@
 /* bfloat16 in vectors of 16 float32, and exp: what every kernel here is written in. Included by each native.c. */
+#pragma once
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>

@@ -8,11 +8,13 @@ rotated projections.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from verifier import native_step
 from verifier.architecture import Architecture
 from verifier.layers import Linear, Rotary, rms_norm, split_heads_norm, swiglu
 
@@ -63,6 +65,46 @@ class DecoderLayer:
         return self.down.add_to(hidden, swiglu(self.gate_up(rms_norm(hidden, self.mlp_norm, self.eps))))
 
 
+class LayerStack:
+    """Decoder layers one after the other, with rotary positions: by native.c in one call where it applies."""
+
+    def __init__(self, layers: Sequence[DecoderLayer], rotary: Rotary) -> None:
+        self.layers, self.rotary = layers, rotary
+        self._native = native_step.Layers(layers, layers[0].eps) if native_step.Layers.usable(layers) else None
+
+    def run(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        capture: Sequence[int] = (),
+        progress: ctypes.c_int64 | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden [N, d] (may be overwritten), positions [N] -> the last layer's output [N, d], and features [N, m d] or None.
+
+        capture: layer ids whose outputs are concatenated in the order given, -1 the input. progress grows with every layer.
+        """
+        progress = ctypes.c_int64() if progress is None else progress
+        n, d = hidden.shape
+        features = hidden.new_empty(n, len(capture) * d)
+        columns = {layer: i * d for i, layer in enumerate(capture)}
+        if -1 in columns:
+            features[:, columns[-1] : columns[-1] + d] = hidden
+        if self._native is not None and isinstance(attend, native_step.AttentionStep):
+            self._native.run(hidden, attend, progress, features, columns)
+            return hidden, features if capture else None
+        cos_sin = None if getattr(attend, "rotates", False) else self.rotary.at(positions)
+        for index, layer in enumerate(self.layers):
+            qkv = layer.project(hidden)
+            if cos_sin is not None:
+                qkv = self.rotary.rotate(qkv, cos_sin)
+            hidden = layer.finish(hidden, attend(index, qkv))
+            if index in columns:
+                features[:, columns[index] : columns[index] + d] = hidden
+            progress.value += 1
+        return hidden, features if capture else None
+
+
 class Decoder:
     """weights: Hugging Face names. max_len: positions that the rotary tables cover."""
 
@@ -82,27 +124,22 @@ class Decoder:
         head = self.embed_tokens if arch.tie_word_embeddings else weights["lm_head.weight"]
         self.lm_head = Linear(head)
         self.rotary = Rotary(arch, max_len, dtype, device)
+        self._stack = LayerStack(self.layers, self.rotary)
 
     def forward(
-        self, ids: Tensor, positions: Tensor, attend: Attend, capture: Sequence[int] = ()
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        capture: Sequence[int] = (),
+        progress: ctypes.c_int64 | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """ids, positions [N] -> final hidden states before the last norm [N, d], and features [N, m d] or None.
 
         capture: layer ids whose raw outputs are concatenated in the order given (DeepSpec: id i is the output of decoder
-        layer i, -1 the embedding).
+        layer i, -1 the embedding). progress grows with every layer computed.
         """
-        hidden = self.embed_tokens.index_select(0, ids)
-        taps: dict[int, Tensor] = {-1: hidden} if -1 in capture else {}
-        cos_sin = None if getattr(attend, "rotates", False) else self.rotary.at(positions)
-        for index, layer in enumerate(self.layers):
-            qkv = layer.project(hidden)
-            if cos_sin is not None:
-                qkv = self.rotary.rotate(qkv, cos_sin)
-            hidden = layer.finish(hidden, attend(index, qkv))
-            if index in capture:
-                taps[index] = hidden
-        features = torch.cat([taps[i] for i in capture], dim=-1) if capture else None
-        return hidden, features
+        return self._stack.run(self.embed_tokens.index_select(0, ids), positions, attend, capture, progress)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states [S, d] (before the last norm) -> logits [S, V] in the model's dtype."""

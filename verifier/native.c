@@ -1,27 +1,31 @@
-/* Kernels between the matrix products of a bfloat16 step on CPUs with AVX512-BF16: RMS norm, SwiGLU, and rotary + cache write +
- * ragged paged attention in one call. Built at first use (verifier/native.py); torch operators compute the same without them.
+/* What a bfloat16 step computes on CPUs with AVX512-BF16: single operations, and all decoder layers in one call. Built at first
+ * use (verifier/native.py); torch operators compute the same without it.
  *
- * bfloat16 values travel as uint16_t; sums, maxima and exponentials are float32. Row layout of projections: H query heads, KV
- * key heads, KV value heads, each of hd values. Cache row: KV key heads, then KV value heads.
+ * bfloat16 values travel as uint16_t; sums, maxima and exponentials are float32.
  */
-#include "bfloat16.h"
+#include <omp.h>
+#include <sched.h>
+#include <stdatomic.h>
 
-enum { TILE = 32, MAX_QUERIES = 32, MAX_HEAD_DIM = 128 };
+#include "attention.h"
+#include "products.h"
+
+enum { SPINS = 4000 /* some 100 us; then the core is offered to others */ };
+
+INLINE void norm_row(const bf16 *in, const bf16 *weight, bf16 *out, int64_t d, float eps) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < d; i += 16) {
+        __m512 v = widen(in + i);
+        sum = _mm512_fmadd_ps(v, v, sum);
+    }
+    __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(sum) / (float)d + eps));
+    for (int64_t i = 0; i < d; i += 16) narrow(out + i, _mm512_mul_ps(_mm512_mul_ps(widen(in + i), scale), widen(weight + i)));
+}
 
 /* x [n, d] -> out [n, d]; d a multiple of 16 */
 void dspark_rms_norm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t n, int64_t d, float eps) {
 #pragma omp parallel for if (n * d > 65536)
-    for (int64_t row = 0; row < n; row++) {
-        const bf16 *in = x + row * d;
-        __m512 sum = _mm512_setzero_ps();
-        for (int64_t i = 0; i < d; i += 16) {
-            __m512 v = widen(in + i);
-            sum = _mm512_fmadd_ps(v, v, sum);
-        }
-        __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(sum) / (float)d + eps));
-        for (int64_t i = 0; i < d; i += 16)
-            narrow(out + row * d + i, _mm512_mul_ps(_mm512_mul_ps(widen(in + i), scale), widen(weight + i)));
-    }
+    for (int64_t row = 0; row < n; row++) norm_row(x + row * d, weight, out + row * d, d, eps);
 }
 
 /* gate_up [n, 2 f] (gate, then up) -> out [n, f]; f a multiple of 16 */
@@ -29,229 +33,110 @@ void dspark_swiglu(const bf16 *gate_up, bf16 *out, int64_t n, int64_t f) {
 #pragma omp parallel for if (n * f > 32768)
     for (int64_t row = 0; row < n; row++) {
         const bf16 *gate = gate_up + row * 2 * f, *up = gate + f;
-        for (int64_t i = 0; i < f; i += 16) {
-            __m512 g = widen(gate + i);
-            __m512 e = exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), g));
-            __m512 silu = _mm512_div_ps(g, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
-            narrow(out + row * f + i, _mm512_mul_ps(silu, widen(up + i)));
-        }
+        for (int64_t i = 0; i < f; i += 16)
+            narrow(out + row * f + i, _mm512_mul_ps(silu_ps(widen(gate + i)), widen(up + i)));
     }
 }
 
-/* One step's attention; pointers and sizes that stay the same over its layers. Rows of one item belong to one request.
- * Row i sees positions 0..limits[i]-1 of its request's cached context, then `extra` rows of this batch from extra_first[i]. */
-typedef struct {
-    int64_t num_rows, num_heads, num_kv_heads, head_dim, block_size, table_stride, num_items, extra;
-    float scale;
-    const float *cos, *sin;      /* [max_len, hd / 2] by position */
-    const int64_t *positions;    /* [N] */
-    const int64_t *slots;        /* [N] where the row's keys and values are written; NULL: they are not */
-    const int32_t *limits;       /* [N] */
-    const int32_t *extra_first;  /* [N]; unused when extra is 0 */
-    const int32_t *row_tables;   /* [N] which block table */
-    const int32_t *tables;       /* [tables, table_stride] block ids */
-    const int32_t *items;        /* [num_items, 2] first row, number of rows */
-} Step;
-
-INLINE void rotate(bf16 *head, const float *cos, const float *sin, int hd) {
-    int half = hd / 2;
-    for (int i = 0; i < half; i += 16) {
-        __m512 a = widen(head + i), b = widen(head + half + i);
-        __m512 c = _mm512_loadu_ps(cos + i), s = _mm512_loadu_ps(sin + i);
-        narrow(head + i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
-        narrow(head + half + i, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
-    }
-}
-
-INLINE void copy_rows(bf16 *to, const bf16 *from, int64_t n) {
-    for (int64_t i = 0; i < n; i += 32) _mm512_storeu_si512(to + i, _mm512_loadu_si512(from + i));
-}
-
-/* 16 rows of 16 dwords -> out[j] holds dword j of each row */
-INLINE void transpose16(const bf16 *const *rows, int64_t offset, __m512i *out) {
-    __m512i a[16], b[16];
-    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(rows[i] + offset);
-    for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
-        b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
-        b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
-        b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 4; i++) {
-        out[i] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
-        out[i + 4] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88);
-        out[i + 8] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd);
-        out[i + 12] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd);
-    }
-}
-
-/* Where keys first..first+TILE-1 of a request stand: cached rows by its table, then this batch's own rows. */
-INLINE void locate(const Step *s, const bf16 *qkv, const bf16 *pool, const int32_t *table, int64_t limit, int64_t extra_first,
-                   int64_t total, int64_t first, int64_t kv_head, const bf16 **keys, const bf16 **values) {
-    int64_t cache_row = 2 * s->num_kv_heads * s->head_dim, value_offset = s->num_kv_heads * s->head_dim;
-    int64_t batch_row = (s->num_heads + 2 * s->num_kv_heads) * s->head_dim;
-    for (int64_t j = 0; j < TILE; j++) {
-        int64_t key = first + j < total ? first + j : total - 1;
-        const bf16 *row;
-        if (key < limit)
-            row = pool + ((int64_t)table[key / s->block_size] * s->block_size + key % s->block_size) * cache_row;
-        else
-            row = qkv + (extra_first + key - limit) * batch_row + s->num_heads * s->head_dim;
-        keys[j] = row + kv_head * s->head_dim;
-        values[j] = keys[j] + value_offset;
-    }
-}
-
-/* One tile of keys for `n` queries (a constant, so that their independent sums fill the pipeline): scores, running softmax, values. */
-typedef struct {
-    __m512 acc[MAX_QUERIES][MAX_HEAD_DIM / 16], sums[MAX_QUERIES];
-    float top[MAX_QUERIES];
-    const bf16 *query[MAX_QUERIES];
-    int64_t visible[MAX_QUERIES];
-} Queries;
-
-INLINE void attend_tile(Queries *qs, int64_t q0, const int n, int64_t first, const __m512i (*kt)[MAX_HEAD_DIM / 2],
-                        const __m512i (*vt)[MAX_HEAD_DIM / 16], __m512 scale, const int hd) {
-    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512 lowest = _mm512_set1_ps(-INFINITY);
-    __m512 left[2], right[2];
-    int32_t weights[2][TILE / 2] __attribute__((aligned(64)));
-    {
-        __m512 s[2][4];
-        for (int q = 0; q < n; q++)
-            for (int i = 0; i < 4; i++) s[q][i] = _mm512_setzero_ps();
-        for (int p = 0; p < hd / 2; p += 2)
-            for (int q = 0; q < n; q++) {
-                const int32_t *pairs = (const int32_t *)qs->query[q0 + q];
-                __m512bh a = (__m512bh)_mm512_set1_epi32(pairs[p]), b = (__m512bh)_mm512_set1_epi32(pairs[p + 1]);
-                s[q][0] = _mm512_dpbf16_ps(s[q][0], (__m512bh)kt[0][p], a);
-                s[q][1] = _mm512_dpbf16_ps(s[q][1], (__m512bh)kt[1][p], a);
-                s[q][2] = _mm512_dpbf16_ps(s[q][2], (__m512bh)kt[0][p + 1], b);
-                s[q][3] = _mm512_dpbf16_ps(s[q][3], (__m512bh)kt[1][p + 1], b);
-            }
-        for (int q = 0; q < n; q++) {
-            left[q] = _mm512_mul_ps(_mm512_add_ps(s[q][0], s[q][2]), scale);
-            right[q] = _mm512_mul_ps(_mm512_add_ps(s[q][1], s[q][3]), scale);
-        }
-    }
-    for (int q = 0; q < n; q++) {
-        int64_t remain = qs->visible[q0 + q] - first;
-        if (remain < TILE) {
-            __m512i limit = _mm512_set1_epi32((int)remain);
-            left[q] = _mm512_mask_blend_ps(_mm512_cmplt_epi32_mask(lane, limit), lowest, left[q]);
-            __m512i upper = _mm512_add_epi32(lane, _mm512_set1_epi32(16));
-            right[q] = _mm512_mask_blend_ps(_mm512_cmplt_epi32_mask(upper, limit), lowest, right[q]);
-        }
-        float *top = &qs->top[q0 + q];
-        float tile_top = _mm512_reduce_max_ps(_mm512_max_ps(left[q], right[q]));
-        if (tile_top > *top) {
-            __m512 shrink = *top == -INFINITY ? _mm512_setzero_ps() : exp_ps(_mm512_set1_ps(*top - tile_top));
-            *top = tile_top;
-            qs->sums[q0 + q] = _mm512_mul_ps(qs->sums[q0 + q], shrink);
-            for (int i = 0; i < hd / 16; i++) qs->acc[q0 + q][i] = _mm512_mul_ps(qs->acc[q0 + q][i], shrink);
-        }
-        /* a masked score of -inf weighs 0; every query here sees a key of the tile, so that the peak is finite */
-        __m512 peak = _mm512_set1_ps(*top);
-        left[q] = exp_ps(_mm512_sub_ps(left[q], peak));
-        right[q] = exp_ps(_mm512_sub_ps(right[q], peak));
-        qs->sums[q0 + q] = _mm512_add_ps(qs->sums[q0 + q], _mm512_add_ps(left[q], right[q]));
-        _mm512_store_si512(weights[q], (__m512i)_mm512_cvtne2ps_pbh(right[q], left[q]));
-    }
-    __m512 acc[2][MAX_HEAD_DIM / 16];
-    for (int q = 0; q < n; q++)
-        for (int i = 0; i < hd / 16; i++) acc[q][i] = qs->acc[q0 + q][i];
-    for (int j = 0; j < TILE / 2; j++)
-        for (int q = 0; q < n; q++) {
-            __m512bh w = (__m512bh)_mm512_set1_epi32(weights[q][j]);
-            for (int i = 0; i < hd / 16; i++) acc[q][i] = _mm512_dpbf16_ps(acc[q][i], (__m512bh)vt[j][i], w);
-        }
-    for (int q = 0; q < n; q++)
-        for (int i = 0; i < hd / 16; i++) qs->acc[q0 + q][i] = acc[q][i];
-}
-
-/* Rows of one request against one key head, all query heads of its group, flash style over tiles of keys. */
-INLINE void attend_item(const Step *s, const bf16 *qkv, const bf16 *pool, bf16 *out, int64_t row0, int64_t rows, int64_t kv_head,
-                        const int hd) {
-    const int64_t group = s->num_heads / s->num_kv_heads, queries = rows * group;
-    const int64_t batch_row = (s->num_heads + 2 * s->num_kv_heads) * hd;
-    const int64_t cached = s->limits[row0 + rows - 1], total = cached + s->extra;
-    const int32_t *table = s->tables + (int64_t)s->row_tables[row0] * s->table_stride;
-    const int64_t extra_first = s->extra ? s->extra_first[row0] : 0;
-    Queries qs;
-    for (int64_t q = 0; q < queries; q++) {
-        int64_t row = row0 + q / group;
-        qs.query[q] = qkv + row * batch_row + (kv_head * group + q % group) * hd;
-        qs.visible[q] = s->extra ? total : s->limits[row];
-        qs.top[q] = -INFINITY;
-        qs.sums[q] = _mm512_setzero_ps();
-        for (int i = 0; i < hd / 16; i++) qs.acc[q][i] = _mm512_setzero_ps();
-    }
-    const __m512 scale = _mm512_set1_ps(s->scale);
-    int64_t q0 = 0;
-    for (int64_t first = 0; first < total; first += TILE) {
-        const bf16 *keys[TILE], *values[TILE];
-        __m512i kt[2][MAX_HEAD_DIM / 2], vt[TILE / 2][MAX_HEAD_DIM / 16];
-        locate(s, qkv, pool, table, cached, extra_first, total, first, kv_head, keys, values);
-        for (int half = 0; half < 2; half++)
-            for (int i = 0; i < hd / 32; i++) transpose16(keys + 16 * half, 32 * i, kt[half] + 16 * i);
-        for (int j = 0; j < TILE / 2; j++)
-            for (int i = 0; i < hd / 32; i++) {
-                __m512i v0 = _mm512_loadu_si512(values[2 * j] + 32 * i), v1 = _mm512_loadu_si512(values[2 * j + 1] + 32 * i);
-                vt[j][2 * i] = _mm512_unpacklo_epi16(v0, v1);
-                vt[j][2 * i + 1] = _mm512_unpackhi_epi16(v0, v1);
-            }
-        /* rows see ever more, so whoever saw nothing of this tile sees nothing of the next ones */
-        while (q0 < queries && qs.visible[q0] <= first) q0++;
-        int64_t q = q0;
-        for (; q + 2 <= queries; q += 2) attend_tile(&qs, q, 2, first, kt, vt, scale, hd);
-        if (q < queries) attend_tile(&qs, q, 1, first, kt, vt, scale, hd);
-    }
-    /* unpacklo/hi left each 32 columns as (0-3 8-11 16-19 24-27) and (4-7 12-15 20-23 28-31) */
-    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-    for (int64_t q = 0; q < queries; q++) {
-        bf16 *to = out + (row0 + q / group) * s->num_heads * hd + (kv_head * group + q % group) * hd;
-        __m512 norm = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(qs.sums[q]));
-        for (int i = 0; i < hd / 32; i++) {
-            __m512 a = _mm512_mul_ps(qs.acc[q][2 * i], norm), b = _mm512_mul_ps(qs.acc[q][2 * i + 1], norm);
-            narrow(to + 32 * i, _mm512_permutex2var_ps(a, low, b));
-            narrow(to + 32 * i + 16, _mm512_permutex2var_ps(a, high, b));
-        }
-    }
+/* out [n, outputs] = x [n, inputs] W^T + bias + residual */
+void dspark_multiply(const Product *product, const bf16 *x, int64_t n, const bf16 *residual, bf16 *out) {
+#pragma omp parallel
+    multiply(product, x, n, residual, out, omp_get_thread_num(), omp_get_num_threads());
 }
 
 /* qkv [N, H + 2 KV, hd], rotated in place; pool: this layer's cache; out [N, H * hd] */
 void dspark_attend(const Step *s, bf16 *qkv, bf16 *pool, bf16 *out) {
-    const int64_t hd = s->head_dim, batch_row = (s->num_heads + 2 * s->num_kv_heads) * hd, cache_row = 2 * s->num_kv_heads * hd;
 #pragma omp parallel
     {
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < s->num_rows; row++) {
-            bf16 *heads = qkv + row * batch_row;
-            const float *cos = s->cos + s->positions[row] * (hd / 2), *sin = s->sin + s->positions[row] * (hd / 2);
-            for (int64_t h = 0; h < s->num_heads + s->num_kv_heads; h++) rotate(heads + h * hd, cos, sin, (int)hd);
-            if (s->slots) copy_rows(pool + s->slots[row] * cache_row, heads + s->num_heads * hd, cache_row);
-        }
+        for (int64_t row = 0; row < s->num_rows; row++) rotate_row(s, qkv, pool, row);
 #pragma omp for schedule(dynamic)
-        for (int64_t work = 0; work < s->num_items * s->num_kv_heads; work++) {
-            const int32_t *item = s->items + 2 * (work / s->num_kv_heads);
-            int64_t kv_head = work % s->num_kv_heads;
-            if (hd == 64)
-                attend_item(s, qkv, pool, out, item[0], item[1], kv_head, 64);
-            else if (hd == 128)
-                attend_item(s, qkv, pool, out, item[0], item[1], kv_head, 128);
-            else
-                attend_item(s, qkv, pool, out, item[0], item[1], kv_head, 32);
-        }
+        for (int64_t work = 0; work < s->num_items * s->num_kv_heads; work++) attend_items(s, qkv, pool, out, work);
     }
+}
+
+/* A decoder layer; norms [d], qk_norm [H + KV, hd] or NULL. tap: first column of `taps` for its output, or -1. */
+typedef struct {
+    const bf16 *input_norm, *mlp_norm, *qk_norm;
+    Product qkv, out, gate_up, down;
+    int64_t tap;
+} Layer;
+
+/* All that one pass over the layers reads and writes. hidden [N, d] in place; pool: layer i's cache at i * pool_stride values;
+ * taps [N, taps_stride]; normed [N, d], qkv, attended [N, H * hd], inner [N, f] are working memory; progress: layers done. */
+typedef struct {
+    const Layer *layers;
+    const Step *step;
+    int64_t num_layers, hidden_size, pool_stride, taps_stride;
+    float eps;
+    bf16 *hidden, *pool, *taps, *normed, *qkv, *attended, *inner;
+    volatile int64_t *progress;
+} Pass;
+
+/* Threads meet here ten times a layer, so they wait awake: OpenMP's own barrier may sleep, which costs more than the phase. */
+typedef struct {
+    _Alignas(64) atomic_int arrived;
+    _Alignas(64) atomic_int phase;
+    _Alignas(64) atomic_long next; /* attention work that is not taken yet */
+} Meeting;
+
+INLINE void meet(Meeting *m, int parts) {
+    if (parts == 1) return;
+    int phase = atomic_load(&m->phase);
+    if (atomic_fetch_add(&m->arrived, 1) == parts - 1) {
+        atomic_store(&m->arrived, 0);
+        atomic_store(&m->phase, phase + 1);
+        return;
+    }
+    for (int spins = 0; atomic_load_explicit(&m->phase, memory_order_acquire) == phase; spins++) {
+        if (spins < SPINS)
+            _mm_pause();
+        else
+            sched_yield();
+    }
+}
+
+INLINE void norm_heads(const Step *s, const bf16 *weight, bf16 *heads, float eps) {
+    for (int64_t h = 0; h < s->num_heads + s->num_kv_heads; h++)
+        norm_row(heads + h * s->head_dim, weight + h * s->head_dim, heads + h * s->head_dim, s->head_dim, eps);
+}
+
+static void run_layer(const Pass *p, int64_t index, Meeting *m, int part, int parts) {
+    const Layer *layer = p->layers + index;
+    const Step *s = p->step;
+    const int64_t n = s->num_rows, d = p->hidden_size, heads = (s->num_heads + 2 * s->num_kv_heads) * s->head_dim;
+    bf16 *pool = p->pool + index * p->pool_stride;
+    int64_t from, to;
+    share(n, part, parts, &from, &to);
+    for (int64_t row = from; row < to; row++) norm_row(p->hidden + row * d, layer->input_norm, p->normed + row * d, d, p->eps);
+    meet(m, parts);
+    multiply(&layer->qkv, p->normed, n, NULL, p->qkv, part, parts);
+    if (part == 0) atomic_store(&m->next, 0);
+    meet(m, parts);
+    for (int64_t row = from; row < to; row++) {
+        if (layer->qk_norm) norm_heads(s, layer->qk_norm, p->qkv + row * heads, p->eps);
+        rotate_row(s, p->qkv, pool, row);
+    }
+    meet(m, parts);
+    for (int64_t work; (work = atomic_fetch_add(&m->next, 1)) < s->num_items * s->num_kv_heads;)
+        attend_items(s, p->qkv, pool, p->attended, work);
+    meet(m, parts);
+    multiply(&layer->out, p->attended, n, p->hidden, p->hidden, part, parts);
+    meet(m, parts);
+    for (int64_t row = from; row < to; row++) norm_row(p->hidden + row * d, layer->mlp_norm, p->normed + row * d, d, p->eps);
+    meet(m, parts);
+    multiply_swiglu(&layer->gate_up, p->normed, n, p->inner, part, parts);
+    meet(m, parts);
+    multiply(&layer->down, p->inner, n, p->hidden, p->hidden, part, parts);
+    meet(m, parts);
+    if (layer->tap >= 0)
+        for (int64_t row = from; row < to; row++) copy_rows(p->taps + row * p->taps_stride + layer->tap, p->hidden + row * d, d);
+    if (part == 0) *p->progress += 1;
+}
+
+/* The residual stream of a step through all layers. */
+void dspark_run_layers(const Pass *p) {
+    Meeting meeting = {0};
+#pragma omp parallel
+    for (int64_t i = 0; i < p->num_layers; i++) run_layer(p, i, &meeting, omp_get_thread_num(), omp_get_num_threads());
 }

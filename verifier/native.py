@@ -1,10 +1,9 @@
-"""Builds and calls native.c: the work between the matrix products of a bfloat16 step on a CPU with AVX512-BF16.
+"""Builds native.c and calls its single operations, for a bfloat16 step on a CPU with AVX512-BF16.
 
-Why: with torch operators a step of the demo target spends 7 ms beside 13 ms of matrix products at one request, and its
-attention alone takes 37 ms at 16 requests of 8 rows. The library is compiled once per machine with the C compiler found on it
-(about two seconds) and kept in the cache folder; without a compiler, or on another CPU, torch operators do the same.
-
-It is linked to the OpenMP runtime that torch has loaded: a second one would fight it for the cores.
+Why: with torch operators a step of the demo target spends 7 ms beside 13 ms of oneDNN's matrix products at one request; those
+products take 6 ms here (products.h), and all layers are one call (verifier/native_step.py). The library is compiled once per
+machine with the C compiler found on it (a few seconds) and kept in the cache folder; without a compiler, or on another CPU,
+torch operators do the same. It is linked to the OpenMP runtime that torch has loaded: a second one would fight it for the cores.
 """
 
 from __future__ import annotations
@@ -17,12 +16,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,17 +31,16 @@ MAX_QUERIES = 32  # of native.c: query rows x heads per key head in one item
 # No -ffast-math: a library linked with it makes the whole process flush subnormal numbers to zero.
 _FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fPIC", "-fopenmp"]
 _SOURCE = Path(__file__).with_name("native.c")
-_HEADER = Path(__file__).with_name("bfloat16.h")
+_HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
+_PANEL = 32  # of products.h
 
 
-class _Step(ctypes.Structure):
-    _fields_ = (
-        [(name, ctypes.c_int64) for name in ("num_rows", "num_heads", "num_kv_heads", "head_dim", "block_size")]
-        + [(name, ctypes.c_int64) for name in ("table_stride", "num_items", "extra")]
-        + [("scale", ctypes.c_float)]
-        + [(name, ctypes.c_void_p) for name in ("cos", "sin", "positions", "slots", "limits", "extra_first")]
-        + [(name, ctypes.c_void_p) for name in ("row_tables", "tables", "items")]
-    )
+class Product(ctypes.Structure):
+    """A matrix product's packed weights, as products.h has them."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("weight", "bias")] + [
+        (name, ctypes.c_int64) for name in ("inputs", "outputs")
+    ]
 
 
 def applies() -> bool:
@@ -87,16 +82,18 @@ def load() -> ctypes.CDLL | None:
     void, integer = ctypes.c_void_p, ctypes.c_int64
     library.dspark_rms_norm.argtypes = [void, void, void, integer, integer, ctypes.c_float]
     library.dspark_swiglu.argtypes = [void, void, integer, integer]
+    library.dspark_multiply.argtypes = [void, void, integer, void, void]
     library.dspark_attend.argtypes = [void, void, void, void]
-    for function in (library.dspark_rms_norm, library.dspark_swiglu, library.dspark_attend):
-        function.restype = None
+    library.dspark_run_layers.argtypes = [void]
+    for name in ("rms_norm", "swiglu", "multiply", "attend", "run_layers"):
+        getattr(library, f"dspark_{name}").restype = None
     return library
 
 
 def _built(source: Path, compiler: str) -> Path:
     """Path of the shared library for a source, compiler and CPU; built into a temporary file, then renamed."""
     cpu = "".join(line for line in _cpu_lines() if line.startswith(("model name", "flags")))
-    parts = [source.read_text(), _HEADER.read_text(), compiler, " ".join(_FLAGS), cpu]
+    parts = [*(path.read_text() for path in (source, *_HEADERS)), compiler, " ".join(_FLAGS), cpu]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = default_cache_dir() / "native"
     target = folder / f"native-{key}.so"
@@ -107,7 +104,7 @@ def _built(source: Path, compiler: str) -> Path:
         built = Path(scratch) / "native.so"
         gomp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
         link = [f"-L{gomp[0].parent}", f"-l:{gomp[0].name}"] if gomp else []
-        command = [compiler, *_FLAGS, f"-I{_HEADER.parent}", "-shared", str(source), *link, "-lm", "-o", str(built)]
+        command = [compiler, *_FLAGS, f"-I{_SOURCE.parent}", "-shared", str(source), *link, "-lm", "-o", str(built)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if result.returncode:
             raise OSError(f"{compiler}: {(result.stderr.strip().splitlines() or ['failed'])[0]}")
@@ -155,82 +152,52 @@ def swiglu(gate_up: Tensor) -> Tensor | None:
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Consecutive flat rows of one request. limits: cached positions that each row sees; extra_first: see native.c."""
+class PackedProduct:
+    """x W^T + b by native.c, from a bfloat16 weight [out, in] that is packed once (layout: products.h)."""
 
-    first_row: int
-    num_rows: int
-    table: int
-
-
-class AttentionStep:
-    """One step's arguments of dspark_attend, kept alive while its layers run."""
-
-    def __init__(
-        self,
-        *,
-        rows: Sequence[Rows],
-        tables: np.ndarray,
-        limits: np.ndarray,
-        positions: Tensor,
-        slots: Tensor | None,
-        cos_sin: tuple[Tensor, Tensor],
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        extra: int = 0,
-        extra_first: np.ndarray | None = None,
-    ) -> None:
-        """tables [R, n] block ids; limits [N]; positions, slots [N] int64; cos_sin [max_len, hd / 2] float32 each.
-
-        extra, extra_first: each row also sees that many rows of the batch itself from its extra_first on (drafts).
-        """
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         library = load()
-        assert library is not None, "ask usable() first"
-        self._library = library
-        group = num_heads // num_kv_heads
-        per_item = max(1, min(8, MAX_QUERIES // group))
-        items = [
-            (first, min(per_item, r.first_row + r.num_rows - first))
-            for r in rows
-            for first in range(r.first_row, r.first_row + r.num_rows, per_item)
-        ]
-        row_tables = np.repeat([r.table for r in rows], [r.num_rows for r in rows]).astype(np.int32)
-        self._alive = (
-            np.array(items, dtype=np.int32),
-            row_tables,
-            np.ascontiguousarray(tables, dtype=np.int32),
-            limits.astype(np.int32),
-            None if extra_first is None else extra_first.astype(np.int32),
-            positions,
-            slots,
-            cos_sin,
+        assert library is not None, "ask packable() first"
+        self._multiply = library.dspark_multiply
+        self.out_features, self.in_features = weight.shape
+        padded = torch.nn.functional.pad(weight, (0, 0, 0, -weight.shape[0] % _PANEL))
+        self.weight = padded.view(-1, _PANEL, self.in_features // 2, 2).transpose(1, 2).contiguous()
+        self.bias = None if bias is None else bias.contiguous()
+        self.arguments = Product(
+            self.weight.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            self.in_features,
+            self.out_features,
         )
-        item_array, _, table_array, limit_array, extra_array = self._alive[:5]
-        self._step = _Step(
-            num_rows=len(positions),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            block_size=block_size,
-            table_stride=table_array.shape[1],
-            num_items=len(items),
-            extra=extra,
-            scale=head_dim**-0.5,
-            cos=cos_sin[0].data_ptr(),
-            sin=cos_sin[1].data_ptr(),
-            positions=positions.data_ptr(),
-            slots=None if slots is None else slots.data_ptr(),
-            limits=limit_array.ctypes.data,
-            extra_first=None if extra_array is None else extra_array.ctypes.data,
-            row_tables=row_tables.ctypes.data,
-            tables=table_array.ctypes.data,
-            items=item_array.ctypes.data,
-        )
-        self._address = ctypes.addressof(self._step)
+        self._address = ctypes.addressof(self.arguments)
 
-    def attend(self, qkv: Tensor, pool: Tensor, out: Tensor) -> None:
-        """qkv [N, H + 2 KV, hd] contiguous, rotated in place; pool: one layer's cache; out [N, H * hd]."""
-        self._library.dspark_attend(self._address, qkv.data_ptr(), pool.data_ptr(), out.data_ptr())
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [.., in], residual [.., out] -> [.., out]; bfloat16 on the CPU."""
+        x = _rows_of(x, self.in_features)
+        out = x.new_empty(*x.shape[:-1], self.out_features)
+        added = None if residual is None else _rows_of(residual, self.out_features)
+        self._multiply(
+            self._address, x.data_ptr(), x.numel() // self.in_features, added.data_ptr() if added is not None else None,
+            out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+
+def packable(weight: Tensor) -> bool:
+    """Whether native.c multiplies by this weight. Tile arithmetic (AMX) is left to oneDNN, which uses it."""
+    return (
+        weight.dtype is torch.bfloat16
+        and weight.device.type == "cpu"
+        and weight.shape[1] % 2 == 0
+        and not torch.cpu._is_amx_tile_supported()
+        and load() is not None
+    )
+
+
+def _rows_of(x: Tensor, width: int) -> Tensor:
+    """x as the kernel reads it. Raises TypeError or ValueError for what it would misread."""
+    if x.dtype is not torch.bfloat16 or x.device.type != "cpu":
+        raise TypeError(f"a packed product takes bfloat16 on the CPU, not {x.dtype} on {x.device}")
+    if x.shape[-1] != width:
+        raise ValueError(f"{x.shape[-1]} columns where the product has {width}")
+    return x.contiguous()

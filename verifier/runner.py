@@ -6,6 +6,7 @@ a cache: a Plan carries everything a step needs.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -25,7 +26,7 @@ from verifier.features import CommittedFeatures
 from verifier.grammar import GrammarCompiler
 from verifier.kv import PagedKV, bytes_per_token
 from verifier.masks import Constraint
-from verifier.model import Attend, Decoder
+from verifier.model import Decoder
 from verifier.noise import fresh_generator
 from verifier.weights import fingerprint, load_target, resolve_model
 
@@ -34,10 +35,7 @@ _DEFAULT_TOKENS_PER_REQUEST = 1024
 
 
 class TargetRunner:
-    """Raises SettingsError for a model, device or cache size that cannot work.
-
-    progress: grows with every layer computed, for whoever asks whether a long step still runs.
-    """
+    """Raises SettingsError for a model, device or cache size that cannot work."""
 
     def __init__(self, config: VerifierConfig) -> None:
         self.config = config
@@ -63,9 +61,14 @@ class TargetRunner:
         self.generator = fresh_generator(config.seed, "verifier", self.device)
         self.grammars = GrammarCompiler(folder, self.arch.vocab_size)
         self.automata = Automata(self.grammars, config.max_live)
-        self.progress = 0
+        self._num_layers_done = ctypes.c_int64()
         # compiled now: in the middle of a step it would look like a hanging worker
         native.usable(self.dtype, self.device, self.arch.head_dim, self.arch.num_heads // self.arch.num_kv_heads)
+
+    @property
+    def progress(self) -> int:
+        """Grows with every layer computed, for whoever asks whether a long step still runs."""
+        return self._num_layers_done.value
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -110,8 +113,9 @@ class TargetRunner:
         attend = paged_attention(
             self.kv, self.model.rotary, batch.slots, batch.positions, batch.spans, num_heads=self.arch.num_heads
         )
-        counted = _Counted(attend, self)
-        hidden, features = self.model.forward(batch.ids, batch.positions, counted, self.capture if capture else ())
+        hidden, features = self.model.forward(
+            batch.ids, batch.positions, attend, self.capture if capture else (), self._num_layers_done
+        )
         if len(batch.sampled_rows) != len(batch.ids) or batch.masks is not None:
             hidden = hidden.index_select(0, batch.sampled_rows)
         return self.model.logits(hidden), features
@@ -138,18 +142,6 @@ def _verdict(
     if constraint is not None and constraint.dead_from is not None and verdict.num_accepted >= constraint.dead_from:
         error = BadParams(constraint.dead_reason)
     return verdict if error is None else replace(nothing, error=(type(error).__name__, str(error)))
-
-
-class _Counted:
-    """Attention that counts its calls, one per layer, as the runner's progress."""
-
-    def __init__(self, attend: Attend, runner: TargetRunner) -> None:
-        self.rotates = getattr(attend, "rotates", False)
-        self._attend, self._runner = attend, runner
-
-    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        self._runner.progress += 1
-        return self._attend(layer, qkv)
 
 
 def _max_model_len(config: VerifierConfig, arch: Architecture) -> int:

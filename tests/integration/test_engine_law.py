@@ -15,6 +15,7 @@ from scipy.stats import chisquare
 
 from scheduler.wire import Extension, SamplingParams
 from tests.unit.drafter_twins import Flavour, write_drafter
+from verifier import native
 from verifier import runner as runner_module
 
 PROMPTS = [[27], [43, 22, 45, 1, 2], [3, 19, 28, 0, 6, 17, 4, 5, 45, 9, 34, 43, 22], list(range(40)), [5, 6] * 20, [8]]
@@ -75,6 +76,30 @@ async def test_seeded_text_is_the_same_alone_in_a_batch_without_drafts_and_under
             answers = await engine.ask([prompt for prompt, _ in cases], [p for _, p in cases])
             assert [a.token_ids for a in answers] == expected, planner
             assert planner in ("off", "threshold:0.5") or any(d.num_verified for a in answers for d in a.rounds)
+
+
+@pytest.mark.skipif(
+    not native.packable(torch.zeros(32, 32, dtype=torch.bfloat16)), reason="needs AVX512-BF16 and a C compiler"
+)
+@pytest.mark.parametrize(("family", "drafter"), [("llama", "ngram"), ("qwen3", "dspark")])
+async def test_in_bfloat16_no_planner_and_no_batch_changes_a_token(
+    launch, family: str, drafter: str, tmp_path: Path, write_target
+) -> None:
+    """Greedy and seeded text, bit for bit: native.c computes a row alike in every batch."""
+    target = write_target(tmp_path / "target", family, head_dim=32, initializer_range=0.1)
+    checkpoint = "ngram" if drafter == "ngram" else write_drafter(tmp_path, target, Flavour(family, "vanilla"))
+    params = [
+        SamplingParams(temperature=t, seed=None if t == 0 else 7, top_p=0.9, max_tokens=24) for t in (0.0, 0.8, 1.3)
+    ]
+    cases = [(prompt, p) for prompt in PROMPTS for p in params]
+    async with launch(target, None, planner="off", dtype="bfloat16") as engine:
+        expected = [(await engine.ask([prompt], p))[0].token_ids for prompt, p in cases]
+    async with launch(target, checkpoint, like_a_gpu=True, dtype="bfloat16", prefill_chunk=7) as engine:
+        for planner in ("fixed:1", "fixed:4", "fixed:7", "threshold:0.3", "auto"):
+            await engine.actor.set_planner(planner)
+            answers = await engine.ask([prompt for prompt, _ in cases], [p for _, p in cases])
+            assert [a.token_ids for a in answers] == expected, planner
+            assert not planner.startswith("fixed") or any(d.num_verified for a in answers for d in a.rounds)
 
 
 def exact_law(twin, prompt: list[int], params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from drafter.block_attention import BlockStart, NativeBlockAttention, TorchBlockAttention
+from drafter.block_attention import BlockStart, TorchBlockAttention, block_attention
 from verifier import native
 from verifier.architecture import parse_architecture
 from verifier.kv import PagedKV
@@ -34,5 +34,5 @@ def test_native_block_attention_equals_torch_for_any_mix_of_context_lengths(widt
     qkv = torch.randn(len(starts) * width, heads + 2 * kv_heads, head_dim, generator=generator).bfloat16()
     positions = torch.cat([torch.arange(s.start, s.start + width) for s in starts])
     exact = TorchBlockAttention(pool, starts, width, num_heads=heads)(0, rotary.rotate(qkv, rotary.at(positions)))
-    got = NativeBlockAttention(pool, rotary, starts, width, positions, num_heads=heads)(0, qkv.clone())
+    got = block_attention(pool, rotary, starts, width, positions, num_heads=heads)(0, qkv.clone())
     torch.testing.assert_close(got.float(), exact.float(), atol=3e-2, rtol=3e-2)

@@ -17,6 +17,7 @@ from verifier.architecture import parse_architecture, read_architecture
 from verifier.attention import Span, split_spans
 from verifier.batch import kept_rows, pack
 from verifier.config import VerifierConfig
+from verifier.native_step import AttentionStep, Rows
 from verifier.runner import TargetRunner
 from verifier.weights import load_target, resolve_model
 
@@ -147,13 +148,13 @@ def test_native_attention_equals_softmax_over_exactly_the_visible_keys(
     angles = torch.outer(torch.arange(256.0), 1e4 ** (-torch.arange(0, head_dim, 2) / head_dim))
     cos, sin = angles.cos().contiguous(), angles.sin().contiguous()
     firsts = np.cumsum([0] + [n for _, n in spans])
-    step = native.AttentionStep(
-        rows=[native.Rows(int(firsts[i]), n, i) for i, (_, n) in enumerate(spans)],
+    written = pool.clone()
+    step = AttentionStep(
+        pool=written[None], rows=[Rows(int(firsts[i]), n, i) for i, (_, n) in enumerate(spans)],
         tables=tables, limits=positions + 1, positions=torch.from_numpy(positions), slots=slots, cos_sin=(cos, sin),
         num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, block_size=block_size,
     )  # fmt: skip
-    out, written = torch.empty(num_rows, heads * head_dim, dtype=torch.bfloat16), pool.clone()
-    step.attend(qkv.clone(), written, out)
+    out = step(0, qkv.clone())
 
     half = head_dim // 2
     c, s = cos[positions][:, None], sin[positions][:, None]
