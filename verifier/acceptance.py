@@ -100,8 +100,7 @@ def judge(
     batch = _Batch.build(extensions)
     _refuse_misfits(batch, logits)
     table = SamplingTable.build([e.params for e in extensions], logits.device)
-    raw = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
-    logits = _as_asked(raw, batch, masks)
+    raw, logits = logits, _as_asked(logits, batch, masks)
     tops, targets = peak(logits)
     answers = [targets, torch.isfinite(tops).to(torch.int64)]
     if table.any_seeded:
@@ -131,12 +130,12 @@ def _refuse_misfits(batch: _Batch, logits: Tensor) -> None:
 
 
 def _as_asked(raw: Tensor, batch: _Batch, masks: TokenMasks | None) -> Tensor:
-    """Logits of the laws that the requests asked for: `raw` itself where nobody asked for anything, else a copy."""
+    """Logits of the laws that the requests asked for: `raw` itself where nobody asked for anything, else a wider copy."""
     changed = [i for i, e in enumerate(batch.extensions) if changes_logits(e.params)]
     rows, ids = _early_stops(batch, raw.shape[1])
     if not changed and not rows and masks is None:
         return raw
-    logits = raw.clone()
+    logits = raw.to(torch.promote_types(raw.dtype, torch.float32), copy=True)
     penalise(logits, [_judged(batch, i) for i in changed])
     logits[rows, ids] = -torch.inf
     if masks is not None:

@@ -17,11 +17,12 @@ from scheduler.wire import TokenLogprob
 def token_logprobs(
     logits: Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprob]:
-    """One entry per row of logits [S, V] float that is named: of its token, and of its num_top most probable ones."""
+    """One entry per row of logits [S, V] that is named: of its token, and of its num_top most probable ones."""
     if not rows:
         return []
     device = logits.device
     chosen = logits.index_select(0, torch.tensor(rows, device=device))
+    chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
     total = chosen.logsumexp(dim=-1, keepdim=True)
     of_tokens = (chosen.gather(-1, torch.tensor(token_ids, device=device)[:, None]) - total)[:, 0].tolist()
     widest = min(max(num_top), logits.shape[-1])

@@ -44,6 +44,33 @@ void dspark_multiply(const Product *product, const bf16 *x, int64_t n, const bf1
     multiply(product, x, n, residual, out, omp_get_thread_num(), omp_get_num_threads());
 }
 
+/* Largest value of each row of logits [n, v] and its first column; a row with a NaN has the value NaN. */
+void dspark_peak(const bf16 *logits, float *tops, int64_t *columns, int64_t n, int64_t v) {
+#pragma omp parallel for if (n * v > 65536)
+    for (int64_t row = 0; row < n; row++) {
+        const bf16 *in = logits + row * v;
+        const __m512 lowest = _mm512_set1_ps(-INFINITY);
+        __m512 best = lowest;
+        __mmask16 nan = 0;
+        for (int64_t i = 0; i < v; i += 16) {
+            __mmask16 real = v - i >= 16 ? 0xffff : (__mmask16)((1 << (v - i)) - 1);
+            __m512 x = _mm512_mask_blend_ps(real, lowest, widened(_mm256_maskz_loadu_epi16(real, in + i)));
+            best = _mm512_max_ps(best, x);
+            nan |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+        }
+        tops[row] = nan ? NAN : _mm512_reduce_max_ps(best);
+        columns[row] = 0;
+        for (int64_t i = 0; i < v && !nan; i += 16) {
+            __mmask16 real = v - i >= 16 ? 0xffff : (__mmask16)((1 << (v - i)) - 1);
+            __m512 x = widened(_mm256_maskz_loadu_epi16(real, in + i));
+            __mmask16 found = _mm512_mask_cmp_ps_mask(real, x, _mm512_set1_ps(tops[row]), _CMP_EQ_OQ);
+            if (!found) continue;
+            columns[row] = i + __builtin_ctz(found);
+            break;
+        }
+    }
+}
+
 /* qkv [N, H + 2 KV, hd], rotated in place; pool: this layer's cache; out [N, H * hd] */
 void dspark_attend(const Step *s, bf16 *qkv, bf16 *pool, bf16 *out) {
 #pragma omp parallel

@@ -82,10 +82,11 @@ def load() -> ctypes.CDLL | None:
     void, integer = ctypes.c_void_p, ctypes.c_int64
     library.dspark_rms_norm.argtypes = [void, void, void, integer, integer, ctypes.c_float]
     library.dspark_swiglu.argtypes = [void, void, integer, integer]
+    library.dspark_peak.argtypes = [void, void, void, integer, integer]
     library.dspark_multiply.argtypes = [void, void, integer, void, void]
     library.dspark_attend.argtypes = [void, void, void, void]
     library.dspark_run_layers.argtypes = [void]
-    for name in ("rms_norm", "swiglu", "multiply", "attend", "run_layers"):
+    for name in ("rms_norm", "swiglu", "peak", "multiply", "attend", "run_layers"):
         getattr(library, f"dspark_{name}").restype = None
     return library
 
@@ -150,6 +151,19 @@ def swiglu(gate_up: Tensor) -> Tensor | None:
     out = gate_up.new_empty(gate_up.shape[0], width)
     library.dspark_swiglu(gate_up.data_ptr(), out.data_ptr(), gate_up.shape[0], width)
     return out
+
+
+def peak(logits: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Largest value of each row of logits [N, V] (NaN where there is one) and its first column, float32 and int64 [N];
+    None when the native kernel does not apply."""
+    library = load()
+    if library is None or logits.dtype is not torch.bfloat16 or logits.device.type != "cpu":
+        return None
+    logits = logits.contiguous()
+    tops = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    columns = logits.new_empty(logits.shape[0], dtype=torch.int64)
+    library.dspark_peak(logits.data_ptr(), tops.data_ptr(), columns.data_ptr(), *logits.shape)
+    return tops, columns
 
 
 class PackedProduct:

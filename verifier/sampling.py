@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from verifier import native
 from verifier.noise import BLOCK_ID, TAIL_ID, keyed_gumbel, row_keys
 from verifier.sampling_table import SamplingTable
 from verifier.truncation import truncate
@@ -41,6 +42,9 @@ def transform(logits: Tensor, table: SamplingTable, *, token_ids: Tensor | None 
 
 def peak(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Largest logit of each row and its column (ties: lowest), both [B]. The value is finite iff the row has a law."""
+    found = native.peak(logits)
+    if found is not None:
+        return found
     logits = _widen(logits)
     if logits.shape[-1] <= NARROW:
         narrow = logits.max(dim=-1)

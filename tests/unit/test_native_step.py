@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scheduler.wire import Extension, Plan, SamplingParams
-from verifier import native
+from verifier import native, sampling
 from verifier.batch import pack
 from verifier.config import VerifierConfig
 from verifier.layers import Linear
@@ -54,6 +54,21 @@ def test_a_packed_product_takes_any_layout_and_refuses_what_it_would_misread() -
         linear(torch.zeros(1, 64))
     with pytest.raises(ValueError, match="32 columns where the product has 64"):
         linear(torch.zeros(1, 32, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 100, 4096 + 3])
+def test_the_peak_is_the_first_largest_and_a_row_without_a_law_is_not_finite(width: int) -> None:
+    rows = torch.randn(9, width, generator=torch.Generator().manual_seed(width)).bfloat16()
+    rows[1] = rows[1].round()  # many ties
+    rows[2] = -torch.inf
+    rows[3, width // 2] = torch.inf
+    rows[4, width - 1] = torch.nan
+    rows[5] = -5.0
+    tops, columns = sampling.peak(rows)
+    assert torch.equal(torch.isfinite(tops), torch.tensor([True, True, False, False, False, True, True, True, True]))
+    for i in (0, 1, 5, 6, 7, 8):
+        values = rows[i].tolist()
+        assert (tops[i].item(), columns[i].item()) == (max(values), values.index(max(values)))
 
 
 def step(*parts: tuple[str, int, int, bool]) -> Plan:
