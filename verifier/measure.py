@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from scheduler.wire import Extension, Plan, SamplingParams
-from verifier.layers import Linear
 from verifier.runner import TargetRunner
 
 _REPEATS = 7
@@ -40,18 +39,14 @@ def product_seconds(runner: TargetRunner, num_tokens: Sequence[int]) -> list[flo
 
 
 def _products(runner: TargetRunner, num_tokens: int) -> float:
-    layers = [linear for layer in runner.model.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    work = [(linear, _rows(runner, num_tokens, linear)) for linear in [*layers, runner.model.lm_head]]
+    head, layers = runner.model.lm_head, runner.model.stack.products(num_tokens)
+    rows = torch.ones(num_tokens, head.in_features, dtype=runner.dtype, device=runner.device)
 
     def run() -> None:
-        for linear, rows in work:
-            linear(rows)
+        layers()
+        head(rows)
 
     return _median(run, runner.device)
-
-
-def _rows(runner: TargetRunner, num_tokens: int, linear: Linear) -> torch.Tensor:
-    return torch.ones(num_tokens, linear.in_features, dtype=runner.dtype, device=runner.device)
 
 
 def _median(work: Callable[[], object], device: torch.device) -> float:

@@ -104,6 +104,20 @@ class LayerStack:
             progress.value += 1
         return hidden, features if capture else None
 
+    def products(self, num_rows: int) -> Callable[[], None]:
+        """Something to call that does the matrix products of all layers for so many rows, and nothing else."""
+        if self._native is not None:
+            return self._native.multiply_only(num_rows)
+        linears = [linear for layer in self.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        norm = self.layers[0].input_norm
+        work = [(linear, norm.new_ones(num_rows, linear.in_features)) for linear in linears]
+
+        def run() -> None:
+            for linear, rows in work:
+                linear(rows)
+
+        return run
+
 
 class Decoder:
     """weights: Hugging Face names. max_len: positions that the rotary tables cover."""
@@ -124,7 +138,7 @@ class Decoder:
         head = self.embed_tokens if arch.tie_word_embeddings else weights["lm_head.weight"]
         self.lm_head = Linear(head)
         self.rotary = Rotary(arch, max_len, dtype, device)
-        self._stack = LayerStack(self.layers, self.rotary)
+        self.stack = LayerStack(self.layers, self.rotary)
 
     def forward(
         self,
@@ -139,7 +153,7 @@ class Decoder:
         capture: layer ids whose raw outputs are concatenated in the order given (DeepSpec: id i is the output of decoder
         layer i, -1 the embedding). progress grows with every layer computed.
         """
-        return self._stack.run(self.embed_tokens.index_select(0, ids), positions, attend, capture, progress)
+        return self.stack.run(self.embed_tokens.index_select(0, ids), positions, attend, capture, progress)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states [S, d] (before the last norm) -> logits [S, V] in the model's dtype."""

@@ -167,3 +167,22 @@ void dspark_run_layers(const Pass *p) {
 #pragma omp parallel
     for (int64_t i = 0; i < p->num_layers; i++) run_layer(p, i, &meeting, omp_get_thread_num(), omp_get_num_threads());
 }
+
+/* The matrix products of the layers and nothing else, each of the same input: what a pass cannot undercut. */
+void dspark_run_products(const Pass *p) {
+    Meeting meeting = {0};
+    const int64_t n = p->step->num_rows;
+#pragma omp parallel
+    for (int64_t i = 0; i < p->num_layers; i++) {
+        const Layer *layer = p->layers + i;
+        int part = omp_get_thread_num(), parts = omp_get_num_threads();
+        multiply(&layer->qkv, p->normed, n, NULL, p->qkv, part, parts);
+        meet(&meeting, parts);
+        multiply(&layer->out, p->attended, n, NULL, p->hidden, part, parts);
+        meet(&meeting, parts);
+        multiply_swiglu(&layer->gate_up, p->normed, n, p->inner, part, parts);
+        meet(&meeting, parts);
+        multiply(&layer->down, p->inner, n, NULL, p->hidden, part, parts);
+        meet(&meeting, parts);
+    }
+}

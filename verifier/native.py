@@ -85,8 +85,8 @@ def load() -> ctypes.CDLL | None:
     library.dspark_peak.argtypes = [void, void, void, integer, integer]
     library.dspark_multiply.argtypes = [void, void, integer, void, void]
     library.dspark_attend.argtypes = [void, void, void, void]
-    library.dspark_run_layers.argtypes = [void]
-    for name in ("rms_norm", "swiglu", "peak", "multiply", "attend", "run_layers"):
+    library.dspark_run_layers.argtypes = library.dspark_run_products.argtypes = [void]
+    for name in ("rms_norm", "swiglu", "peak", "multiply", "attend", "run_layers", "run_products"):
         getattr(library, f"dspark_{name}").restype = None
     return library
 

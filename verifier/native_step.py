@@ -6,11 +6,12 @@ Knows no weights' names and no vocabulary.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from verifier import native
@@ -157,7 +158,7 @@ class Layers:
     def __init__(self, layers: Sequence[Weights], eps: float) -> None:
         library = native.load()
         assert library is not None, "ask Layers.usable() first"
-        self._run, self._eps = library.dspark_run_layers, eps
+        self._library, self._eps = library, eps
         products = [[_packed(linear) for linear in (w.qkv, w.out, w.gate_up, w.down)] for w in layers]
         norms = [[None if t is None else t.contiguous() for t in (w.input_norm, w.mlp_norm, w.qk_norm)] for w in layers]
         self._alive = (products, norms)
@@ -185,23 +186,45 @@ class Layers:
         """hidden [N, d] in place. taps [N, m d]: from columns[i] on it gets the output of layer i. progress: of layers."""
         for index, layer in enumerate(self._layers):
             layer.tap = columns.get(index, -1)
-        n = hidden.shape[0]
-        work = [hidden.new_empty(n, width) for width in self._widths]
+        work = self._working_memory(hidden)
         arguments = _Pass(
-            layers=ctypes.addressof(self._layers),
             step=step.address,
-            num_layers=len(self._layers),
-            hidden_size=hidden.shape[1],
             pool_stride=step.pool.stride(0),
             taps_stride=taps.shape[1],
-            eps=self._eps,
-            hidden=hidden.data_ptr(),
             pool=step.pool.data_ptr(),
             taps=taps.data_ptr(),
-            **dict(zip(("normed", "qkv", "attended", "inner"), (t.data_ptr() for t in work), strict=True)),
             progress=ctypes.addressof(progress),
+            **self._shared_arguments(hidden, work),
         )
-        self._run(ctypes.addressof(arguments))
+        self._library.dspark_run_layers(ctypes.addressof(arguments))
+
+    def multiply_only(self, num_rows: int) -> Callable[[], None]:
+        """Something to call that does the matrix products of all layers for so many rows, and nothing else."""
+        hidden = torch.ones(num_rows, self._widths[0], dtype=torch.bfloat16)
+        work, step = self._working_memory(hidden), _Step(num_rows=num_rows)
+        for tensor in work:
+            tensor.fill_(1)
+        arguments = _Pass(step=ctypes.addressof(step), **self._shared_arguments(hidden, work))
+        alive = (hidden, work, step)
+
+        def run() -> None:
+            assert alive
+            self._library.dspark_run_products(ctypes.addressof(arguments))
+
+        return run
+
+    def _working_memory(self, hidden: Tensor) -> list[Tensor]:
+        return [hidden.new_empty(hidden.shape[0], width) for width in self._widths]
+
+    def _shared_arguments(self, hidden: Tensor, work: Sequence[Tensor]) -> dict[str, Any]:
+        return {
+            "layers": ctypes.addressof(self._layers),
+            "num_layers": len(self._layers),
+            "hidden_size": hidden.shape[1],
+            "eps": self._eps,
+            "hidden": hidden.data_ptr(),
+            **dict(zip(("normed", "qkv", "attended", "inner"), (t.data_ptr() for t in work), strict=True)),
+        }
 
 
 def _packed(linear: Linear) -> native.PackedProduct:
