@@ -47,8 +47,8 @@ class ServedGateway:
         return self
 
     def _await(self, path: str) -> None:
-        deadline = time.monotonic() + 20
-        with httpx.Client(base_url=self.url) as client:
+        deadline = time.monotonic() + 60
+        with httpx.Client(base_url=self.url, timeout=60) as client:
             while time.monotonic() < deadline and client.get(path).status_code != 200:
                 time.sleep(0.02)
 
