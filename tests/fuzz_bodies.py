@@ -8,6 +8,41 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "f", "parameters": {}}},
+    {
+        "type": "function",
+        "function": {
+            "name": "g",
+            "description": "\ud83d é" * 30,
+            "parameters": {"type": "object", "properties": {"a": {"enum": ["x", 1, None]}, "b": {"$ref": "#/$defs/c"}}},
+            "strict": True,
+        },
+    },
+]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """A schema of objects in objects."""
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}
+
+
+def schema_format(schema: Any, **fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, **fields}}
+
+
+DEEP_TOOL: Any = {"type": "function", "function": {"name": "deep", "parameters": nested(200)}}
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4},
     "/v1/completions": {"model": "tiny", "prompt": "hello", "max_tokens": 4},
@@ -20,6 +55,12 @@ SENSIBLE: dict[str, list[Any]] = {
         [{"role": "system", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": "é😀"}]}],
         [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
         [{"role": "tool", "content": "x", "tool_call_id": 3}],
+        [{"role": "system", "content": "only rules"}],
+        [{"role": "user", "content": ""}],
+        [{"role": "user", "content": "x", "name": "n" * 5000}],
+        [{"role": "user", "content": []}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
+        [{"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}],
     ],
     "prompt": ["", "x" * 300, ["a", "b"], [1, 2, 47], [[1], [2, 3]], [48], ["a"] * 70],
     "stream": [True, False],
@@ -50,9 +91,41 @@ SENSIBLE: dict[str, list[Any]] = {
     "best_of": [1, 2],
     "echo": [False, True],
     "suffix": ["", "x"],
-    "tools": [[], [{"type": "function", "function": {"name": "f", "parameters": {}}}]],
-    "tool_choice": ["auto", "none", "required", {"type": "function", "function": {"name": "f"}}],
-    "response_format": [{"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
+    "tools": [[], TOOLS[:1], TOOLS, [*TOOLS, DEEP_TOOL], [TOOLS[0]] * 2],
+    "tool_choice": [
+        "auto",
+        "none",
+        "required",
+        named("f"),
+        named("gone"),
+        allowed("auto", "f"),
+        allowed("required", "g", "f"),
+        allowed("auto", "gone"),
+        allowed("never"),
+    ],
+    "parallel_tool_calls": [True, False],
+    "response_format": [
+        {"type": "text"},
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {}},
+        schema_format({"type": "string"}),
+        schema_format(nested(60)),
+        schema_format({"$ref": "#"}, strict=True),
+        schema_format({"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/x"}}}),
+        schema_format({"type": "integer", "minimum": 1e308, "multipleOf": 1e-300}),
+        schema_format({"enum": ["\ud83d", "x" * 9000]}),
+    ],
+    "structured_outputs": [
+        {},
+        {"regex": "[a-z]{1,5}"},
+        {"choice": ["a", "b"]},
+        {"grammar": 'start: "a"+'},
+        {"json": {}},
+    ],
+    "guided_regex": ["a|b", "(a{1,90}){1,90}", "(?=x)", "[", "[a-z]{999999}", ""],
+    "guided_json": [{"type": "object"}, nested(30), "{", "null"],
+    "guided_choice": [["yes", "no"], [""], ["x"] * 1025],
+    "guided_grammar": ['start: "x"', "start: start", "root ::= root", "%llguidance {}", 'start: %json {"type": 1}'],
     "add_special_tokens": [True, False],
     "return_token_strs": [True],
     "tokens": [[], [0], [47], [48]],
@@ -62,6 +135,7 @@ _NUMBERS = [0, -1, 1, 0.5, -0.0, 1e308, 5e-324, 2**31, 2**63, -(2**63) - 1, 10**
 _STRINGS = ["", "x", "\x00", "\ud83d", "é" * 40, "NaN", "0" * 5000]
 _LISTS: list[Any] = [[], [None], [[]], [1, "a"], ["a"] * 5, [True]]
 _OBJECTS: list[Any] = [{}, {"": {}}, {"type": "text"}, {"role": "user"}, {"a": [{"b": [{}]}]}]
+_TYPES = ("text/plain", "multipart/form-data; boundary=x", "application/json; charset=utf-16", "x", "")
 JUNK: list[Any] = [None, True, False, *_NUMBERS, *_STRINGS, *_LISTS, *_OBJECTS]
 
 
@@ -87,7 +161,10 @@ def hostile_bodies(count: int, seed: int) -> Iterator[Hostile]:
             _change(dice, body)
         headers = {"x-speculation": dice.choice(("off", "fixed:2", "", "junk=1", ";;", "max_draft_tokens=3"))}
         content = _encoded(dice, body)
-        yield Hostile(path, content, headers if dice.random() < 0.2 else {}, "timeout" in body)
+        headers = headers if dice.random() < 0.2 else {}
+        if dice.random() < 0.05:
+            headers = {**headers, "content-type": dice.choice(_TYPES)}
+        yield Hostile(path, content, headers, "timeout" in body)
 
 
 def _change(dice: random.Random, body: dict[str, Any]) -> None:
@@ -118,8 +195,10 @@ def _spoiled(dice: random.Random, value: Any) -> Any:
 def _encoded(dice: random.Random, body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
     kind = dice.random()
-    if kind < 0.94:
+    if kind < 0.9:
         return content
+    if kind < 0.94:
+        return _respelled(dice, body, content)
     if kind < 0.96:
         return content[: dice.randrange(len(content))]
     if kind < 0.98:
@@ -127,3 +206,30 @@ def _encoded(dice: random.Random, body: dict[str, Any]) -> bytes:
         spoiled[dice.randrange(len(spoiled))] = dice.randrange(256)
         return bytes(spoiled)
     return dice.choice((b"", b"null", b"[]", b'"x"', b"[" * 50_000, b"\xff\xfe\x00", b'{"a":' * 20_000, b"1" * 6000))
+
+
+def _respelled(dice: random.Random, body: dict[str, Any], content: bytes) -> bytes:
+    """Nearly the same body: another encoding, keys twice, numbers that JSON has not, a value too deep, something behind it."""
+    field = json.dumps(dice.choice(list(body) or ["x"]))
+    deep = dice.choice((50, 2000))
+    values = (
+        "NaN",
+        "-Infinity",
+        "1e999",
+        "-0",
+        "1E400",
+        "[" * deep + "]" * deep,
+        '{"a":' * deep + "1" + "}" * deep,
+        '"\\ud83d"',
+    )
+    twice = f"{content.decode()[:-1]}{', ' if body else ''}{field}: {dice.choice(values)}}}".encode()
+    others = (
+        b"\xef\xbb\xbf" + content,
+        content.decode().encode("utf-16"),
+        content.decode().encode("utf-32-le"),
+        content + b"{}",
+        b" " * 3000 + content + b"\n",
+        content.replace(b'"', b"'"),
+        json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass"),
+    )
+    return twice if dice.random() < 0.6 else dice.choice(others)

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import shutil
 import tempfile
 from collections import Counter
@@ -25,6 +26,7 @@ from tests.openai_schemas import check_answer, check_chunk, check_error
 from tests.running_server import RunningServer, small_settings
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
+_STATUS = re.compile(rb"HTTP/1\.1 ([2-5]\d\d) ")
 DOCUMENTED = {400, 404, 413, 429}
 
 
@@ -68,6 +70,43 @@ async def fuzz(url: str, count: int, seed: int, concurrency: int = 8) -> Counter
 
         await asyncio.gather(*(send() for _ in range(concurrency)))
     return kinds
+
+
+async def odd_http(port: int, max_body_bytes: int) -> list[bytes]:
+    """Requests that no library sends; the status lines that come back, b"" where the connection was closed without one."""
+    body = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 2}).encode()
+    path = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    whole = path + b"content-length: %d\r\n\r\n" % len(body) + body
+    chunked = path + b"transfer-encoding: chunked\r\n\r\n"
+    endless = b"".join(b"%x\r\n%s\r\n" % (65536, b" " * 65536) for _ in range(max_body_bytes // 65536 + 2))
+    sent = [
+        whole * 3,
+        chunked + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body),
+        chunked + b"".join(b"1\r\n%c\r\n" % each for each in body) + b"0\r\n\r\n",
+        chunked + endless,
+        chunked + b"zz\r\n",
+        path + b"content-length: -1\r\n\r\n",
+        path + b"content-length: 99999999999999999999\r\n\r\n" + body,
+        path + b"content-length: 5\r\ncontent-length: 6\r\n\r\n" + body,
+        path + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(body) + body,
+        path + b"x-speculation: \xff\xfe\r\ncontent-length: %d\r\n\r\n" % len(body) + body,
+        b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(body) + body,
+        b"\x16\x03\x01 not http at all\r\n\r\n",
+    ]
+    return [line for each in sent for line in await _status_lines(port, each, 3 if each == whole * 3 else 1)]
+
+
+async def _status_lines(port: int, sent: bytes, count: int) -> list[bytes]:
+    """The first `count` final answers to what is sent down one connection, which then goes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answer = b""
+    with suppress(ConnectionError, TimeoutError):
+        writer.write(sent)
+        async with asyncio.timeout(10):
+            while len(_STATUS.findall(answer)) < count and (piece := await reader.read(65536)):
+                answer += piece
+    writer.transport.abort()
+    return _STATUS.findall(answer)[:count] or [b""]
 
 
 async def vanish(port: int, count: int, seed: int, at_once: int = 50) -> None:

@@ -12,7 +12,7 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from tests.hostile import fuzz, small_server, vanish
+from tests.hostile import fuzz, odd_http, small_server, vanish
 from tests.running_server import RunningServer
 
 
@@ -33,6 +33,17 @@ def test_nonsense_gets_a_documented_refusal_or_a_good_answer(server):
     assert kinds["200"] > 30 and kinds["stream"] > 10 and kinds["400"] > 50 and kinds["404"] > 2, kinds
     after = server.quiet_within(before, 1.0)
     assert {**after, "tasks": 0} == {**before, "tasks": 0}
+
+
+def test_http_that_no_library_sends_is_answered_or_cut_off_and_leaves_nothing_behind(server):
+    """Pipelined requests get their answers in order; a body without end gets its 413 or is cut off; no answer is a 500."""
+    before = server.ask(server.books())
+    limit = server.app.state.gateway.config.max_body_bytes
+    found = asyncio.run(odd_http(server.port, limit))
+    assert found[:5] == [b"200"] * 5 and found[5] in (b"413", b""), found
+    assert all(status in (b"400", b"413", b"200", b"") for status in found[6:]), found
+    after = server.quiet_within(before, 1.0)
+    assert {**after, "tasks": 0} == {**before, "tasks": 0} and after["tasks"] <= before["tasks"] + 1
 
 
 def test_clients_that_vanish_leave_nothing_behind(server):

@@ -194,7 +194,7 @@ def test_no_minute_has_more_than_its_share_and_no_more_are_live(steps, rate, mos
 
 
 async def log_lines(path: Path, count: int) -> list[dict]:
-    for _ in range(200):
+    for _ in range(1000):
         lines = await asyncio.to_thread(lambda: path.read_text().splitlines())
         if len(lines) >= count:
             break
