@@ -18,6 +18,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
@@ -104,7 +105,9 @@ def server(flags: list[str], *, ray: bool) -> Iterator[str]:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "services.cli", "serve", "--port", str(port), *flags]
     environment = {**os.environ, **(FAST if ray else {})}
-    process = subprocess.Popen(command if ray else [*command, "--no-ray"], env=environment, stdout=subprocess.DEVNULL)
+    with tempfile.NamedTemporaryFile(prefix="gateway-cost-", suffix=".log", delete=False) as log:
+        print(f"the server's log is {log.name}", file=sys.stderr)
+        process = subprocess.Popen(command if ray else [*command, "--no-ray"], env=environment, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_ready(url, process)
@@ -127,7 +130,8 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 async def measure(args: argparse.Namespace, url: str) -> dict[str, object]:
-    settings = load_settings(flags={"model": {"path": args.model}, "drafter": {"checkpoint": args.drafter}})
+    chosen = {"model": {"path": args.model}, "drafter": {"checkpoint": args.drafter}}
+    settings = load_settings(flags={**chosen, "scheduler": {"planner": args.planner}})
     engine = Engine(settings, launch_colocated)
     await engine.start()
     timings: dict[str, list[Timing]] = {"engine": [], "http": []}
@@ -159,6 +163,7 @@ def report(timings: dict[str, list[Timing]], args: argparse.Namespace) -> dict[s
     return {
         "concurrency": args.concurrency,
         "rounds": args.rounds,
+        "planner": args.planner,
         "ray": not args.no_ray,
         "first_token_ms": {"engine": 1000 * engine_first, "http": 1000 * http_first},
         "per_token_ms": {"engine": 1000 * engine_per, "http": 1000 * http_per},
@@ -171,12 +176,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.gateway_cost", description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--drafter", default="auto")
+    # Of a fixed width, both sides do the same work a step, whatever each measured of this machine.
+    parser.add_argument("--planner", default="fixed:3")
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--no-ray", action="store_true")
     args = parser.parse_args()
-    flags = ["--model", args.model, "--drafter", args.drafter]
+    # An end that someone asks for still ends the server.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    flags = ["--model", args.model, "--drafter", args.drafter, "--set", f"scheduler.planner={args.planner}"]
     with server(flags, ray=not args.no_ray) as url:
         print(json.dumps(asyncio.run(measure(args, url))))
 

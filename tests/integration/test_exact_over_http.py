@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,3 +188,63 @@ def test_the_two_extremes_of_a_bias_hold_at_every_position(server, http):
     always = ask(http, *chat(logit_bias={"5": 100}), "fixed:7")[0][0]
     never = ask(http, *chat(logit_bias={str(ID_OF[c]): -100 for c in set(always.text)}), "fixed:7")[0][0]
     assert always.text == CHARACTERS[5] * NUM_TOKENS and CHARACTERS[5] not in never.text
+
+
+def combined(seed: int) -> tuple[str, dict]:
+    """Many parameters at once, any of them at an extreme."""
+    dice = random.Random(seed)
+    path, body = chat() if dice.random() < 0.6 else text(prompt=dice.choice(["abc", ["abc", "the sea"], [[5, 6], [7]]]))
+    body["max_tokens"] = dice.choice([1, 2, 7, 8, 9, 20])
+    if path == CHAT:
+        body["top_logprobs"] = dice.choice([0, 1, 20])
+        messages = [{"role": "system", "content": "abc"}], [{"role": "user", "content": ""}]
+        parts = [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}],
+                "name": "n" * 300,
+            }
+        ]
+        body["messages"] = dice.choice([*messages, parts, body["messages"]])
+    else:
+        body["logprobs"] = dice.choice([0, 1, 20])
+    if dice.random() < 0.6:
+        body |= {"temperature": dice.choice([0.3, 1, 1.7]), "seed": dice.choice([0, -5, 2**63 - 1])}
+        body |= dice.choice([{}, {"top_p": 0.2}, {"top_k": 3, "min_p": 0.05}, {"top_k": 1}])
+    body |= dice.choice([{}, {"presence_penalty": 2, "frequency_penalty": -2}, {"frequency_penalty": 1.5}])
+    body |= dice.choice([{}, {"repetition_penalty": 0.5}, {"repetition_penalty": 1.4}])
+    body |= dice.choice([{}, {"n": 2}, {"n": 3}])
+    body |= dice.choice(
+        [{}, {"logit_bias": {"5": 100}}, {"logit_bias": {"5": -100, "6": 3}}, {"logit_bias": {"3": 99, "4": 99}}]
+    )
+    guided = dice.choice(
+        [
+            {},
+            {},
+            {"guided_regex": "[a-f]{2,9}(-[0-9]{1,4})*"},
+            {"guided_choice": ["yes", "no", "the sea"]},
+            {"guided_regex": "(ab|cd)+e"},
+        ]
+    )
+    if guided:
+        body |= guided | {"ignore_eos": False, "stop_token_ids": [ID_OF["/"]]}
+    elif dice.random() < 0.5:
+        body["stop_token_ids"] = dice.sample(range(48), 8)
+    return path, body | {"min_tokens": dice.choice([0, 0, 1, min(6, body["max_tokens"]), body["max_tokens"]])}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_many_parameters_together_answer_as_they_do_without_speculation(server, http, seed):
+    """And so they do with a stop string out of the middle of the answer, which a block, or two rounds, may hold."""
+    dice = random.Random(seed)
+    path, body = combined(seed)
+    plain = ask(http, path, body, "off")
+    shown = max((each.text for each in plain[0]), key=len)
+    stops = [shown[len(shown) // 3 :][:2] or "x", shown[-4:] or "y"]
+    for wanted in (body, body | {"stop": stops}):
+        plain = ask(http, path, wanted, "off")
+        learn(server[1], plain[0])
+        hold_equal(plain, ask(http, path, wanted, "off", stream=True))
+        mode = dice.choice(["fixed:7", "fixed:1", "threshold:0.3", "algorithm1", "auto"])
+        hold_equal(plain, ask(http, path, wanted, mode))
+        hold_equal(plain, ask(http, path, wanted, "fixed:7", stream=True))
