@@ -34,17 +34,12 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 def parse_object(body: bytes) -> dict[str, Any]:
     try:
-        raw = json.loads(body, parse_constant=_no_constant)
+        raw = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise BadParams(f"the request body is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise BadParams("the request body must be a JSON object")
     return raw
-
-
-def _no_constant(name: str) -> Any:
-    """Python reads NaN and Infinity, which JSON does not have."""
-    raise ValueError(f"{name} is no JSON value")
 
 
 def validated(model: type[M], raw: Mapping[str, Any]) -> M:
