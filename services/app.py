@@ -2,6 +2,8 @@
 
     Gateway (FastAPI, N replicas, CPU) -> PrefixScheduler (one replica, owns the loop) -> verifier and drafter
 
+A scheduler with its two workers is an engine group; there are `groups` of them, each a deployment of its own, behind the gateway.
+
 `colocated`: the scheduler's replica computes both models itself, on one thread. `split`: the two are Ray actors that the
 replica owns, in its placement group, one device each. Import path of the builder: `services.app:build`.
 """
@@ -33,6 +35,7 @@ from services.threads import openmp_environment
 # One subscription per gateway and short calls: no bound of Serve's may refuse what the engine would take.
 _SCHEDULER_ONGOING = 100_000
 _SHUTDOWN_MARGIN_S = 15.0
+SCHEDULER = "PrefixScheduler"
 
 
 class PrefixScheduler:
@@ -43,7 +46,8 @@ class PrefixScheduler:
         log_here("scheduler", settings.log_config())
         self._drain_s = settings.gateway.drain_s
         launch = launch_split if settings.placement == "split" else _launch_here
-        self._engine = Engine(settings, launch, tell=phase.teller(serve.get_replica_context().app_name))
+        here = serve.get_replica_context()
+        self._engine = Engine(settings, launch, tell=phase.teller(here.app_name, here.deployment))
         await self._engine.start()
 
     async def card(self) -> ModelCard:
@@ -76,12 +80,13 @@ class PrefixScheduler:
 class Gateway:
     """The gateway's replica: the FastAPI application over a handle. Imports no torch."""
 
-    def __init__(self, scheduler: DeploymentHandle, config: GatewayConfig) -> None:
-        self._scheduler, self._config = scheduler, config
+    def __init__(self, schedulers: dict[str, DeploymentHandle], config: GatewayConfig) -> None:
+        self._schedulers, self._config = schedulers, config
 
     def __serve_build_asgi_app__(self) -> Any:
         log_here("gateway", self._config.log)
-        return create_app(RemoteScheduler(self._scheduler), self._config, request_ids=False)
+        schedulers = {name: RemoteScheduler(handle) for name, handle in self._schedulers.items()}
+        return create_app(schedulers, self._config, request_ids=False)
 
 
 async def _launch_here(settings: Settings) -> Workers:
@@ -95,14 +100,23 @@ def build(args: Mapping[str, Any] | Settings) -> Application:
     settings = args if isinstance(args, Settings) else load_settings(args=args)
     config = settings.gateway_config()
     check_exposure(settings.gateway.host, config.auth, allowed=settings.gateway.allow_public_without_keys)
-    placement = resolve_placement(settings.placement, visible_gpus())
-    settings = settings.model_copy(update={"placement": placement})
-    scheduler = _scheduler_deployment(settings).bind(settings)
-    return _gateway_deployment(settings).bind(scheduler, config)
+    placement = resolve_placement(settings.placement, visible_gpus() / settings.groups)
+    # A scheduler is not told how many there are: it need not start anew when that changes.
+    own = settings.model_copy(update={"placement": placement, "groups": 1})
+    gpus = gpu_shares(settings, placement)
+    schedulers = {
+        str(group): _scheduler_deployment(own, gpus).options(name=deployment_name(group)).bind(own)
+        for group in range(settings.groups)
+    }
+    return _gateway_deployment(settings).bind(schedulers, config)
 
 
-def _scheduler_deployment(settings: Settings) -> Any:
-    resources, gpus = settings.resources, gpu_shares(settings, settings.placement)
+def deployment_name(group: int) -> str:
+    return f"{SCHEDULER}-{group}" if group else SCHEDULER
+
+
+def _scheduler_deployment(settings: Settings, gpus: dict[str, float]) -> Any:
+    resources = settings.resources
     options: dict[str, Any] = {
         "num_replicas": 1,
         "max_ongoing_requests": _SCHEDULER_ONGOING,

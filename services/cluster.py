@@ -43,7 +43,8 @@ def log_here(process: str, config: LogConfig) -> None:
 def _needed_cpus(settings: Settings) -> int:
     resources = settings.resources
     gateways = resources.gateway_cpus * settings.gateway.replicas
-    return int(gateways + resources.scheduler_cpus + resources.verifier_cpus + resources.drafter_cpus) + 1
+    group = resources.scheduler_cpus + resources.verifier_cpus + resources.drafter_cpus
+    return int(gateways + settings.groups * group) + 1
 
 
 def visible_gpus() -> float:
@@ -58,8 +59,8 @@ def resolve_placement(placement: str, num_gpus: float) -> str:
 
 
 def gpu_shares(settings: Settings, placement: str) -> dict[str, float]:
-    """GPUs of each process that computes; two workers on a cluster with one GPU share it."""
-    available = visible_gpus()
+    """GPUs of each process that computes; two workers of an engine group that has one GPU share it."""
+    available = visible_gpus() / settings.groups
     fair = min(1.0, available / 2) if placement == "split" else min(1.0, available)
     wanted = settings.resources
     shares = {"verifier": fair if wanted.verifier_gpus is None else wanted.verifier_gpus}

@@ -94,7 +94,7 @@ class RemoteScheduler:
         call: asyncio.Task[Any] | None = None
         try:
             while call is None or not call.done():
-                if phase := await asyncio.to_thread(told, self._unary.app_name):
+                if phase := await asyncio.to_thread(told, self._unary.app_name, self._unary.deployment_name):
                     raise SchedulerLost(phase)
                 call = call or asyncio.create_task(self._call(method))
                 await asyncio.wait({call}, timeout=_PHASE_LOOK_S)

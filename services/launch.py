@@ -151,6 +151,7 @@ class StopRequest:
 
 def _deploy_until_ready(settings: Settings, stop: StopRequest) -> None:
     """Tells what is under way. Raises Failed, or Stopped."""
+    from services.app import SCHEDULER
     from services.phase import told
 
     failures: list[str] = []
@@ -160,7 +161,7 @@ def _deploy_until_ready(settings: Settings, stop: StopRequest) -> None:
     while deploying.is_alive():
         deploying.join(0.2)
         stop.raise_if_set()
-        if (phase := told(APPLICATION)) != shown:
+        if (phase := told(APPLICATION, SCHEDULER)) != shown:
             shown = phase
             say(phase) if phase else None
     if failures:
@@ -237,6 +238,10 @@ def _within(timeout_s: float, work: Callable[[], None]) -> None:
 
 def serve_in_process(settings: Settings) -> None:
     """Gateway, scheduler and workers in this process, under uvicorn. Raises Stopped like serve_with_ray."""
+    if settings.groups > 1:
+        raise SettingsError(
+            f"groups: one process is one engine group, not {settings.groups}; set groups to 1, or leave out --no-ray"
+        )
     asyncio.run(_serve_in_process(settings))
 
 

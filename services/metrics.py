@@ -234,42 +234,56 @@ FAILURES = Spec(
     "Requests not served to their end, by the code in the error envelope.",
     ("model", "code"),
 )
-OPEN = Spec("dspark_gateway_open_requests", "gauge", "Requests this gateway has at the engine.")
-SCHEDULER_UP = Spec("dspark_scheduler_up", "gauge", "1 when the scheduler answered this scrape.")
+OPEN = Spec("dspark_gateway_open_requests", "gauge", "Requests this gateway has at the engine group.")
+SCHEDULER_UP = Spec("dspark_scheduler_up", "gauge", "1 when the scheduler of the engine group answered this scrape.")
+
+# Beside the labels of its own: every series of an engine group, and its aliases under vLLM's names for the same.
+GROUP_LABELS = ("model", "group")
+ALIAS_LABELS = ("model_name", "engine")
 
 GATEWAY = (FIRST_TOKEN, PER_TOKEN, DURATION, REQUESTS, FAILURES, OPEN, SCHEDULER_UP)
 CATALOGUE: tuple[Spec, ...] = (*SCHEDULER, BUDGET, *ALIASES, *GATEWAY)
 
 
-class _Snapshot(Collector):
-    """Families of one scrape, from numbers that are already sums."""
+def _one_each(numbers: Mapping[str, float]) -> dict[str, Samples]:
+    return {group: {(): float(number)} for group, number in numbers.items()}
 
-    def __init__(self, stats: SchedulerStats | None, num_open: int, model_name: str) -> None:
-        self._stats, self._num_open, self._model_name = stats, num_open, model_name
+
+class _Snapshots(Collector):
+    """Families of one scrape, from numbers that are already sums: those of each engine group."""
+
+    def __init__(
+        self, groups: Mapping[str, SchedulerStats | None], num_open: Mapping[str, int], model_name: str
+    ) -> None:
+        self._groups, self._num_open, self._model_name = groups, num_open, model_name
 
     def collect(self) -> Iterator[Metric]:
-        yield self._family(OPEN, {(): float(self._num_open)})
-        yield self._family(SCHEDULER_UP, {(): float(self._stats is not None)})
-        if self._stats is None:
+        yield self._family(OPEN, _one_each(self._num_open))
+        yield self._family(SCHEDULER_UP, _one_each({name: s is not None for name, s in self._groups.items()}))
+        alive = {name: stats for name, stats in self._groups.items() if stats is not None}
+        if not alive:
             return
         for spec in (*SCHEDULER, *ALIASES):
-            yield self._family(spec, spec.read(self._stats))
-        yield self._budget(self._stats)
+            yield self._family(spec, {name: spec.read(stats) for name, stats in alive.items()})
+        yield self._budget(alive)
 
-    def _family(self, spec: Spec, samples: Samples) -> Metric:
-        model_label = "model_name" if spec.name.startswith("vllm:") else "model"
+    def _family(self, spec: Spec, samples: Mapping[str, Samples]) -> Metric:
+        own = ALIAS_LABELS if spec.name.startswith("vllm:") else GROUP_LABELS
         kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-        family = kind(spec.name, spec.help, labels=(model_label, *spec.labels))
-        for label_values, number in samples.items():
-            family.add_metric((self._model_name, *label_values), number)
+        family = kind(spec.name, spec.help, labels=(*own, *spec.labels))
+        for group, numbers in samples.items():
+            for label_values, number in numbers.items():
+                family.add_metric((self._model_name, group, *label_values), number)
         return family
 
-    def _budget(self, stats: SchedulerStats) -> Metric:
+    def _budget(self, groups: Mapping[str, SchedulerStats]) -> Metric:
         """Exact: the budget of a round is its verified drafts + 1, and `verified_at[k]` counts rounds above k."""
-        family = HistogramMetricFamily(BUDGET.name, BUDGET.help, labels=("model",))
-        count = stats.verify_budget_count
-        buckets = [(f"{k + 1}.0", float(count - above)) for k, above in enumerate(stats.verified_at)]
-        family.add_metric((self._model_name,), [*buckets, ("+Inf", float(count))], float(stats.verify_budget_sum))
+        family = HistogramMetricFamily(BUDGET.name, BUDGET.help, labels=GROUP_LABELS)
+        for group, stats in groups.items():
+            count = stats.verify_budget_count
+            buckets = [(f"{k + 1}.0", float(count - above)) for k, above in enumerate(stats.verified_at)]
+            buckets.append(("+Inf", float(count)))
+            family.add_metric((self._model_name, group), buckets, float(stats.verify_budget_sum))
         return family
 
 
@@ -303,7 +317,8 @@ class GatewayMetrics:
         self._failures.labels(self.model_name, code).inc()
         return outcome
 
-    def render(self, stats: SchedulerStats | None, num_open: int) -> bytes:
+    def render(self, groups: Mapping[str, SchedulerStats | None], num_open: Mapping[str, int]) -> bytes:
+        """groups: the statistics of each engine group, None where it does not answer. num_open: this gateway's requests there."""
         snapshot = CollectorRegistry(auto_describe=False)
-        snapshot.register(_Snapshot(stats, num_open, self.model_name))
+        snapshot.register(_Snapshots(groups, num_open, self.model_name))
         return generate_latest(snapshot) + generate_latest(self._registry)

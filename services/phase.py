@@ -12,20 +12,20 @@ from ray.experimental import internal_kv
 _NAMESPACE = "dspark"
 
 
-def teller(application: str) -> Callable[[str], None]:
-    """For the scheduler: tell(phase); an empty phase says that it is ready."""
+def teller(application: str, deployment: str) -> Callable[[str], None]:
+    """For a scheduler's deployment: tell(phase); an empty phase says that it is ready."""
 
     def tell(phase: str) -> None:
-        internal_kv._internal_kv_put(_key(application), phase, overwrite=True, namespace=_NAMESPACE)
+        internal_kv._internal_kv_put(_key(application, deployment), phase, overwrite=True, namespace=_NAMESPACE)
 
     return tell
 
 
-def told(application: str) -> str:
-    """For whoever waits: what its scheduler is doing instead of serving; empty when it serves or never began to start."""
-    phase: bytes | None = internal_kv._internal_kv_get(_key(application), namespace=_NAMESPACE)
+def told(application: str, deployment: str) -> str:
+    """For whoever waits: what the scheduler is doing instead of serving; empty when it serves or never began to start."""
+    phase: bytes | None = internal_kv._internal_kv_get(_key(application, deployment), namespace=_NAMESPACE)
     return (phase or b"").decode()
 
 
-def _key(application: str) -> str:
-    return f"{application}.phase"
+def _key(application: str, deployment: str) -> str:
+    return f"{application}.{deployment}.phase"

@@ -221,7 +221,8 @@ class TracingSettings(_Section):
 
 
 class Settings(BaseSettings):
-    """threads: of each process that computes; 0 is one per usable core. cache_dir: converted weights and cost curves;
+    """groups: engine groups behind the gateway, each a scheduler with its own target and drafter of the same model and its own
+    devices. threads: of each process that computes; 0 is one per usable core. cache_dir: converted weights and cost curves;
     empty is ~/.cache/dspark. seed: makes the draws of requests that bring no seed repeatable (tests)."""
 
     model_config = SettingsConfigDict(extra="forbid", frozen=True)
@@ -230,6 +231,7 @@ class Settings(BaseSettings):
     drafter: DrafterSettings = DrafterSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     kv: KvSettings = KvSettings()
+    groups: int = Field(default=1, ge=1)
     placement: Literal["auto", "split", "colocated"] = "auto"
     resources: ResourceSettings = ResourceSettings()
     gateway: GatewaySettings = GatewaySettings()

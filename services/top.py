@@ -211,17 +211,24 @@ def _gate(view: View) -> tuple[str, str]:
 def _cache(view: View) -> tuple[str, str]:
     now, blocks = view.now, view.now.value("dspark_kv_blocks_total")
     cached = now.value("dspark_kv_blocks_cached") / blocks if blocks else None
+    held = now.value("dspark_kv_blocks_used") / blocks if blocks else None
     hits = view.ratio("dspark_prefix_cache_hit_tokens_total", "dspark_prefix_cache_query_tokens_total")
     return "KV", (
-        f"{_percent(now.value('dspark_kv_cache_usage_ratio'))} of {blocks:.0f} blocks held, {_percent(cached)} kept for hits; "
+        f"{_percent(held)} of {blocks:.0f} blocks held, {_percent(cached)} kept for hits; "
         f"prefix hits {_percent(hits)} of prompt tokens, {view.rose.value('dspark_preemptions_total'):.0f} preemptions"
     )
 
 
 def _workers(view: View) -> tuple[str, str]:
-    verifier = "up" if view.now.value("dspark_verifier_up") else "LOST"
+    """Of all engine groups that answer."""
+    groups = view.now.value("dspark_scheduler_up")
+    verifier = "up" if view.now.value("dspark_verifier_up") == groups else "LOST"
     drafter = (
-        "up" if view.now.value("dspark_drafter_up") else "LOST" if view.now.value("dspark_draft_width") else "none"
+        "up"
+        if view.now.value("dspark_drafter_up") == groups
+        else "LOST"
+        if view.now.value("dspark_draft_width")
+        else "none"
     )
     return "workers", f"verifier {verifier}, drafter {drafter}"
 

@@ -93,7 +93,7 @@ class RunningServer:
             "blocks_in_use": sum(live.num_blocks for live in residency.live.values()),
             "subscriber_of": len(actor._subscriber_of),
             "inboxes": self.app.state.gateway.client.num_live,
-            "background": len(self.app.state.gateway.client._background),
+            "background": self.app.state.gateway.client.num_background,
             "tasks": len(asyncio.all_tasks()),
         }
 

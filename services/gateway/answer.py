@@ -19,9 +19,9 @@ from scheduler.errors import Cancelled, InternalFault, ServingError, TooLong
 from scheduler.wire import Delta
 from services.gateway.choice import Choice, Piece
 from services.gateway.config import GatewayConfig
-from services.gateway.engine import EngineClient
 from services.gateway.errors import ContextTooLong, answer_to, error_body, error_response, outcome_of
 from services.gateway.exchange import Exchange
+from services.gateway.groups import Engines
 from services.gateway.jobs import Job
 from services.gateway.live_choices import LiveChoices
 from services.gateway.request_trace import RequestTrace
@@ -42,7 +42,7 @@ class AnswerResponse(Response):
     def __init__(
         self,
         job: Job,
-        client: EngineClient,
+        client: Engines,
         config: GatewayConfig,
         metrics: GatewayMetrics,
         trace: RequestTrace | None = None,

@@ -7,11 +7,12 @@ always an OpenAI envelope, and a request is served only when the model is known.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -21,8 +22,8 @@ from scheduler.errors import SchedulerLost, ServingError
 from services.gateway.access_log import AccessLog, open_writer
 from services.gateway.auth import Authentication
 from services.gateway.config import GatewayConfig
-from services.gateway.engine import EngineClient
 from services.gateway.errors import error_response, plain_error
+from services.gateway.groups import EngineGroups
 from services.gateway.guard import Guard
 from services.gateway.loaded_model import LoadedModel
 from services.gateway.openapi import document
@@ -41,12 +42,16 @@ _ABOUT = (
 )
 
 
+# One engine, or the engine groups by name.
+Schedulers: TypeAlias = Scheduler | Mapping[str, Scheduler]
+
+
 class Gateway:
     """`model` raises SchedulerLost with the reason until the engine is ready."""
 
-    def __init__(self, scheduler: Scheduler, config: GatewayConfig) -> None:
+    def __init__(self, schedulers: Mapping[str, Scheduler], config: GatewayConfig) -> None:
         self.config = config
-        self.client = EngineClient(scheduler, config)
+        self.client = EngineGroups(schedulers, config)
         self.metrics = GatewayMetrics()
         self.loaded = asyncio.Event()
         self._model: LoadedModel | None = None
@@ -63,6 +68,13 @@ class Gateway:
         if self._model is None:
             raise SchedulerLost(f"not ready: {self._reason}")
         return self._model
+
+    async def await_model(self) -> LoadedModel:
+        """The model, waiting a while for an engine that starts: a replica that takes over in a redeploy has none yet. Raises
+        SchedulerLost after `connect_timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.loaded.wait(), self.config.connect_timeout_s)
+        return self.model
 
     def start(self) -> None:
         self._loading = asyncio.create_task(self._load())
@@ -93,9 +105,9 @@ class Gateway:
                 await asyncio.sleep(pause_s * 8)
 
 
-def create_app(scheduler: Scheduler, config: GatewayConfig, *, request_ids: bool = True) -> FastAPI:
+def create_app(scheduler: Schedulers, config: GatewayConfig, *, request_ids: bool = True) -> FastAPI:
     """`request_ids`: answer with an x-request-id header; Ray Serve adds one itself."""
-    gateway = Gateway(scheduler, config)
+    gateway = Gateway(scheduler if isinstance(scheduler, Mapping) else {"0": scheduler}, config)
 
     log = open_writer(config.access_log)
     stop_tracing: Callable[[], None] = lambda: None  # noqa: E731

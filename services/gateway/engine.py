@@ -35,6 +35,14 @@ class EngineClient:
     def num_live(self) -> int:
         return sum(subscription.num_live for subscription in self._subscriptions)
 
+    @property
+    def num_background(self) -> int:
+        """Cancels under way."""
+        return len(self._background)
+
+    def has(self, request_id: str) -> bool:
+        return any(subscription.has(request_id) for subscription in self._subscriptions)
+
     async def card(self) -> ModelCard:
         return await self._bounded(self._scheduler.card())
 
@@ -110,7 +118,7 @@ class EngineClient:
         except Exception:
             return
         try:
-            await self._bounded(self._scheduler.cancel(request_id))
+            await self._bounded(subscription.scheduler.cancel(request_id))
         except Exception as error:
             logger.warning("a cancel did not reach the scheduler: %s", error, extra={"request_ids": (request_id,)})
         finally:

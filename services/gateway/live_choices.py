@@ -12,7 +12,7 @@ from types import TracebackType
 
 from scheduler.errors import Cancelled, ServingError, revive
 from scheduler.wire import Delta, FinishReason, Request
-from services.gateway.engine import EngineClient
+from services.gateway.groups import Engines
 from services.gateway.subscription import Inbox, Subscription
 
 _SHORTEST_TIMEOUT_S = 0.001
@@ -21,7 +21,7 @@ _SHORTEST_TIMEOUT_S = 0.001
 class LiveRequest:
     """One request at the engine, from `open` to `close`."""
 
-    def __init__(self, client: EngineClient, request: Request, arrived: asyncio.Event) -> None:
+    def __init__(self, client: Engines, request: Request, arrived: asyncio.Event) -> None:
         self._client = client
         self._request = request
         self._inbox = Inbox(arrived)
@@ -94,7 +94,7 @@ class LiveChoices:
     from the first submit.
     """
 
-    def __init__(self, client: EngineClient, requests: Sequence[Request], num_choices: int = 1) -> None:
+    def __init__(self, client: Engines, requests: Sequence[Request], num_choices: int = 1) -> None:
         self._arrived = asyncio.Event()
         self._requests = requests
         self._each = [LiveRequest(client, request, self._arrived) for request in requests]

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from scheduler.errors import ServingError
-from scheduler.stats import SchedulerStats
 from services.gateway import openapi
 from services.gateway.answer import AnswerResponse
 from services.gateway.docs_page import docs_page
@@ -51,7 +50,7 @@ async def _answer(
 ) -> AnswerResponse:
     gateway, arrived_s = _gateway(request), time.monotonic()
     try:
-        model = gateway.model
+        model = await gateway.await_model()
         fields: GenerationFields = await read_body(request, gateway.config.max_body_bytes, parse)
         exchange = Exchange.of(request.scope)
         exchange.model, exchange.stream = fields.model, bool(fields.stream)
@@ -159,9 +158,5 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus metrics of this gateway and of the scheduler."""
     gateway = _gateway(request)
-    stats: SchedulerStats | None
-    try:
-        stats = await gateway.client.snapshot()
-    except ServingError:
-        stats = None
-    return Response(gateway.metrics.render(stats, gateway.client.num_live), media_type=CONTENT_TYPE)
+    stats, num_open = await gateway.client.snapshots(), gateway.client.num_open()
+    return Response(gateway.metrics.render(stats, num_open), media_type=CONTENT_TYPE)

@@ -80,12 +80,13 @@ class Subscription:
 
     def __init__(self, scheduler: Scheduler, idle_s: float) -> None:
         self.name = f"gateway-{uuid.uuid4().hex[:12]}"
+        self.scheduler = scheduler
         self._idle_s = idle_s
         self._inboxes: dict[str, Inbox] = {}
         self._stands = asyncio.Event()
         self._idle_timer: asyncio.TimerHandle | None = None
         # it serves every request, and is about none: not about the one that happens to be here first
-        self._pump = asyncio.create_task(self._run(scheduler), context=contextvars.Context())
+        self._pump = asyncio.create_task(self._run(), context=contextvars.Context())
 
     @property
     def ended(self) -> bool:
@@ -94,6 +95,9 @@ class Subscription:
     @property
     def num_live(self) -> int:
         return len(self._inboxes)
+
+    def has(self, request_id: str) -> bool:
+        return request_id in self._inboxes
 
     async def wait_until_it_stands(self, timeout_s: float) -> None:
         if self._stands.is_set() and not self.ended:
@@ -126,10 +130,10 @@ class Subscription:
         self._pump.cancel()
         await asyncio.wait({self._pump})
 
-    async def _run(self, scheduler: Scheduler) -> None:
+    async def _run(self) -> None:
         reason: ServingError = SchedulerLost("the engine stopped while this request ran")
         try:
-            async with contextlib.aclosing(scheduler.subscribe(self.name)) as stream:
+            async with contextlib.aclosing(self.scheduler.subscribe(self.name)) as stream:
                 async for deltas in stream:
                     self._stands.set()
                     self._deliver(deltas)

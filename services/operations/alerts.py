@@ -18,7 +18,7 @@ _HEADER = """# Alerts on an engine group or a gateway, as Prometheus reads them.
 # services/operations/alerts.py.
 """
 # Labels of one engine group, wherever ENGINE stands below.
-_ENGINE = "job, model"
+_ENGINE = "job, model, group"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +163,11 @@ ALERTS = (
     ),
     Alert(
         "DsparkSchedulerDown",
-        "max by (job) (dspark_scheduler_up) == 0",
+        "max by (job, group) (dspark_scheduler_up) == 0",
         2,
         "critical",
-        "No gateway of {{ $labels.job }} reaches its scheduler",
-        "Requests get 503.",
+        "No gateway of {{ $labels.job }} reaches the scheduler of group {{ $labels.group }}",
+        "Its requests end with 503; new ones go to other groups, and get 503 where there is none.",
         "scheduler-down",
     ),
     Alert(

@@ -63,10 +63,21 @@ _MODEL_VOLUME = _object(
         "claim": _TEXT,
         "subPath": _TEXT,
         "image": _TEXT,
+        "fetch": _object(
+            {
+                "image": _TEXT,
+                "command": {"type": "array", "minItems": 1, "items": _TEXT},
+                "secret": _TEXT,
+                "size": _QUANTITY,
+            },
+            "image",
+            "command",
+        ),
     },
     "name",
     "mountPath",
 )
+_GATEWAY_REFERENCE = _object({"name": _TEXT, "namespace": _TEXT, "sectionName": _TEXT}, "name")
 _VARIABLE = _object(
     {"name": {"type": "string", "not": {"pattern": "^DSPARK_"}}, "value": _TEXT, "valueFrom": _FOREIGN}, "name"
 )
@@ -90,6 +101,8 @@ _STATED: dict[str, Schema] = {
     },
     "upgradeStrategy": _choice("NewCluster", "None"),
     "service.type": _choice("ClusterIP", "NodePort", "LoadBalancer"),
+    "httpRoute.parentRefs": {"type": "array", "items": _GATEWAY_REFERENCE},
+    "httpRoute.hostnames": {"type": "array", "items": _TEXT},
     "probes.readinessPath": _choice("/ready", "/health", "/-/healthz"),
     "podDisruptionBudget.maxUnavailable": {"type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+%$"},
     "networkPolicy.clients": _FOREIGN_LIST,
@@ -105,6 +118,7 @@ _STATED: dict[str, Schema] = {
     (
         "service.annotations",
         "ingress.annotations",
+        "httpRoute.annotations",
         "networkPolicy.operatorNamespace",
         "networkPolicy.monitoringNamespace",
         "serviceAccount.annotations",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.operations.panels import Panel, Row, board
-from services.operations.promql import buckets, engine, gateway, gauge, quantile, ratio
+from services.operations.promql import buckets, engine, gateway, gauge, lost, quantile, ratio
 
 _TTFT = "dspark_time_to_first_token_seconds"
 _TPOT = "dspark_time_per_output_token_seconds"
@@ -83,8 +83,10 @@ _QUEUE = Row(
             "Share of KV blocks that live requests hold. Near 1, requests wait or are preempted.",
             (
                 (
-                    ratio(gauge("dspark_kv_blocks_used", "job"), gauge("dspark_kv_blocks_total", "job")),
-                    "{{job}}",
+                    ratio(
+                        gauge("dspark_kv_blocks_used", "job", "group"), gauge("dspark_kv_blocks_total", "job", "group")
+                    ),
+                    "{{job}}/{{group}}",
                 ),
             ),
             "percentunit",
@@ -114,14 +116,15 @@ _LENGTH = Row(
             ),
         ),
         Panel(
-            "By engine",
-            "Tokens per verify round of each engine, so of each drafter.",
+            "By engine group",
+            "Tokens per verify round of each group, so of each drafter.",
             (
                 (
                     ratio(
-                        engine("dspark_round_tokens", "job", "model"), engine("dspark_verify_rounds", "job", "model")
+                        engine("dspark_round_tokens", "job", "model", "group"),
+                        engine("dspark_verify_rounds", "job", "model", "group"),
                     ),
-                    "{{job}} {{model}}",
+                    "{{job}}/{{group}} {{model}}",
                 ),
             ),
         ),
@@ -340,12 +343,12 @@ _CURVE = Row(
         Panel(
             "Machine now against the saved curve",
             "Seconds of steps now over those when the curve was measured. 2 is a machine at half its speed.",
-            ((gauge("dspark_cost_curve_factor", "job"), "{{job}}"),),
+            ((gauge("dspark_cost_curve_factor", "job", "group"), "{{job}}/{{group}}"),),
         ),
         Panel(
             "Age of the curve",
             "Seconds since it was measured.",
-            ((gauge("dspark_cost_curve_age_seconds", "job"), "{{job}}"),),
+            ((gauge("dspark_cost_curve_age_seconds", "job", "group"), "{{job}}/{{group}}"),),
             "s",
         ),
     ),
@@ -384,15 +387,20 @@ _ENGINES = Row(
         Panel(
             "Scheduler answers",
             "1 when the scheduler answered the scrape.",
-            (('min by (job, instance) (dspark_scheduler_up{job=~"$job"})', "{{job}} {{instance}}"),),
+            (
+                (
+                    'min by (job, group, instance) (dspark_scheduler_up{job=~"$job", group=~"$group"})',
+                    "{{job}}/{{group}} {{instance}}",
+                ),
+            ),
             most=1,
         ),
         Panel(
             "Workers up",
             "1 when the worker answers. Without its drafter an engine decodes plainly.",
             (
-                (gauge("dspark_verifier_up", "job"), "{{job}} verifier"),
-                (gauge("dspark_drafter_up", "job"), "{{job}} drafter"),
+                (gauge("dspark_verifier_up", "job", "group"), "{{job}}/{{group}} verifier"),
+                (gauge("dspark_drafter_up", "job", "group"), "{{job}}/{{group}} drafter"),
             ),
             most=1,
         ),
@@ -401,12 +409,12 @@ _ENGINES = Row(
             "Losses within the last hour.",
             (
                 (
-                    'sum by (job) (max by (job, model) (increase(dspark_verifier_losses_total{job=~"$job"}[1h])))',
-                    "{{job}} verifier",
+                    lost("dspark_verifier_losses"),
+                    "{{job}}/{{group}} verifier",
                 ),
                 (
-                    'sum by (job) (max by (job, model) (increase(dspark_drafter_losses_total{job=~"$job"}[1h])))',
-                    "{{job}} drafter",
+                    lost("dspark_drafter_losses"),
+                    "{{job}}/{{group}} drafter",
                 ),
             ),
             "short",
@@ -414,7 +422,7 @@ _ENGINES = Row(
         Panel(
             "Since the last step",
             "Seconds since a step completed. Grows while idle; under load it is a stall.",
-            ((gauge("dspark_last_step_age_seconds", "job"), "{{job}}"),),
+            ((gauge("dspark_last_step_age_seconds", "job", "group"), "{{job}}/{{group}}"),),
             "s",
         ),
     ),
@@ -424,38 +432,46 @@ _PER_ENGINE = Row(
     (
         Panel(
             "Tokens emitted",
-            "Tokens a second of each engine.",
-            ((engine("dspark_emitted_tokens", "job"), "{{job}}"),),
+            "Tokens a second of each engine group.",
+            ((engine("dspark_emitted_tokens", "job", "group"), "{{job}}/{{group}}"),),
             "short",
         ),
         Panel(
-            "Running", "Requests that hold KV blocks.", ((gauge("dspark_requests_running", "job"), "{{job}}"),), "short"
+            "Running",
+            "Requests that hold KV blocks.",
+            ((gauge("dspark_requests_running", "job", "group"), "{{job}}/{{group}}"),),
+            "short",
         ),
         Panel(
             "Waiting",
             "Requests that wait for blocks.",
-            ((gauge("dspark_requests_waiting", "job"), "{{job}}"),),
+            ((gauge("dspark_requests_waiting", "job", "group"), "{{job}}/{{group}}"),),
             "short",
         ),
         Panel(
             "Refused",
             "Requests a second that an engine refused, by error.",
-            ((engine("dspark_admission_rejections", "job", "reason"), "{{job}} {{reason}}"),),
+            ((engine("dspark_admission_rejections", "job", "group", "reason"), "{{job}}/{{group}} {{reason}}"),),
             "reqps",
         ),
         Panel(
             "Failed and finished",
             "Requests a second that an engine ended.",
             (
-                (engine("dspark_failed_requests", "job"), "{{job}} failed"),
-                (engine("dspark_finished_requests", "job"), "{{job}} finished"),
+                (engine("dspark_failed_requests", "job", "group"), "{{job}}/{{group}} failed"),
+                (engine("dspark_finished_requests", "job", "group"), "{{job}}/{{group}} finished"),
             ),
             "reqps",
         ),
         Panel(
             "Open at gateways",
             "Requests that each gateway has at its engine, as far as scrapes reach it.",
-            (('sum by (job, instance) (dspark_gateway_open_requests{job=~"$job"})', "{{job}} {{instance}}"),),
+            (
+                (
+                    'sum by (job, group, instance) (dspark_gateway_open_requests{job=~"$job", group=~"$group"})',
+                    "{{job}}/{{group}} {{instance}}",
+                ),
+            ),
             "short",
         ),
     ),
@@ -477,5 +493,5 @@ DASHBOARDS = {
         "Seconds of the four verbs, predicted and real steps, cache.",
         (_TIME, _CURVE, _CACHE),
     ),
-    "fleet": board("dspark-fleet", "DSpark: fleet", "The engines side by side.", (_ENGINES, _PER_ENGINE)),
+    "fleet": board("dspark-fleet", "DSpark: fleet", "The engine groups side by side.", (_ENGINES, _PER_ENGINE)),
 }

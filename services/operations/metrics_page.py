@@ -9,15 +9,16 @@ _INTRO = """# Metrics
 `GET /metrics` of a gateway. This page is made of the catalogue in `services/metrics.py` by `python -m services.operations`.
 
 Names below are those in Prometheus: counters with `_total`; a histogram has `_bucket`, `_sum` and `_count`. Every series has
-the label `model` (aliases: `model_name`) beside those listed; it is empty while no model is loaded. Ratios are for the reader:
-divide the rates of two counters, as in
+the label `model` beside those listed; it is empty while no model is loaded. Those of the engine, `dspark_gateway_open_requests`
+and `dspark_scheduler_up` have `group` too, the engine group (`0`, `1`, ...); aliases call the two `model_name` and `engine`.
+Ratios are for the reader: divide the rates of two counters, as in
 
 ```promql
 sum(rate(dspark_round_tokens_total[5m])) / sum(rate(dspark_verify_rounds_total[5m]))
 ```
 
 which is the mean accept length. The engine's numbers are the same from every gateway replica: take them once,
-`max by (job, model) (...)`, before adding up engines. A gateway's own numbers are of the replica that a scrape reached.
+`max by (job, model, group) (...)`, before adding up groups. A gateway's own numbers are of the replica that a scrape reached.
 """
 
 

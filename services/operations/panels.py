@@ -56,7 +56,7 @@ def board(uid: str, title: str, about: str, rows: tuple[Row, ...]) -> dict[str, 
         "refresh": "30s",
         "time": {"from": "now-1h", "to": "now"},
         "timezone": "browser",
-        "templating": {"list": [_datasource(), _variable("job", ""), _variable("model", 'job=~"$job"')]},
+        "templating": {"list": [_datasource(), *_VARIABLES]},
         "annotations": {"list": []},
         "links": [_link()],
         "panels": panels,
@@ -106,6 +106,13 @@ def _row(number: int, title: str, top: int) -> dict[str, Any]:
         "panels": [],
         "gridPos": {"x": 0, "y": top, "w": 24, "h": 1},
     }
+
+
+_VARIABLES = (
+    _variable("job", ""),
+    _variable("model", 'job=~"$job"'),
+    _variable("group", 'job=~"$job", model=~"$model"'),
+)
 
 
 def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from scheduler.actor import SchedulerActor
 from scheduler.config import SchedulerConfig
 from scheduler.wire import Request, SamplingParams
 from services import phase
-from services.app import build
+from services.app import SCHEDULER, build
 from services.engine import Engine, Workers
 from services.gateway.app import create_app
 from services.settings import Settings, load_settings
@@ -213,7 +213,7 @@ def test_errors_are_enveloped_through_serve(served):
 
 
 def test_readiness_says_what_a_starting_scheduler_does(served):
-    tell = phase.teller("dspark")
+    tell = phase.teller("dspark", SCHEDULER)
     tell("measuring the cost curve")
     answer = served.get("/ready")
     tell("")

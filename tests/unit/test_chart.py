@@ -40,7 +40,26 @@ EVERYTHING = {
     "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
     "extraVolumes": [{"name": "more", "emptyDir": {}}],
     "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
-    "initContainers": [{"name": "fetch", "image": "fetch:1"}],
+    "initContainers": [{"name": "warm", "image": "warm:1"}],
+    "httpRoute": {
+        "enabled": True,
+        "parentRefs": [{"name": "public", "namespace": "gateways", "sectionName": "https"}],
+        "hostnames": ["chat.example"],
+    },
+    "modelVolumes": [
+        {"name": "target", "mountPath": "/models", "claim": "models", "subPath": "chat"},
+        {"name": "drafter", "mountPath": "/checkpoints", "image": "registry.example/drafter:1"},
+        {
+            "name": "bucket",
+            "mountPath": "/bucket",
+            "fetch": {
+                "image": "rclone/rclone:1.71",
+                "command": ["rclone", "copy", "models:chat", "/bucket"],
+                "secret": "bucket-keys",
+                "size": "40Gi",
+            },
+        },
+    ],
     "imagePullSecrets": [{"name": "registry"}],
     "priorityClassName": "high",
     "podLabels": {"team": "chat"},
@@ -142,7 +161,7 @@ def test_lint_finds_nothing(case):
 @pytest.mark.parametrize("case", MATRIX)
 def test_objects_are_what_kubernetes_knows(chart, case):
     found = objects(chart, MATRIX[case])
-    custom = ("ray.io/", "monitoring.coreos.com/")
+    custom = ("ray.io/", "monitoring.coreos.com/", "gateway.networking.k8s.io/")
     checked = [each for each in found if not each["apiVersion"].startswith(custom)]
     names = [f"pod-{number}" for number in range(len(pods(found)))]
     for name, pod in zip(names, pods(found), strict=True):
@@ -189,6 +208,36 @@ def test_devices_decide_placement_and_shares(chart, gpus, settings, placement, s
     assert limits["memory"] == "6Gi"
 
 
+@pytest.mark.parametrize(
+    ("gpus", "groups", "placement", "shares"),
+    [(2, 2, "colocated", (1.0, 1.0)), (4, 2, "split", (1.0, 1.0)), (0, 2, "colocated", (0.0, 0.0))],
+)
+def test_devices_are_shared_out_among_engine_groups(chart, gpus, groups, placement, shares):
+    found = objects(chart, {**KEYS, "settings": {"groups": groups}, "workerGroups": {"workers": {"gpus": gpus}}})
+    args = arguments(found)
+    assert (args["groups"], args["placement"]) == (groups, placement)
+    assert (args["resources"]["verifier_gpus"], args["resources"]["drafter_gpus"]) == shares
+
+
+def test_models_come_from_a_claim_an_image_or_a_bucket_and_cannot_be_written_while_serving(chart):
+    head, worker = (pod["spec"] for pod in pods(objects(chart, EVERYTHING)))
+    volumes = {volume["name"]: volume for volume in worker["volumes"]}
+    assert volumes["model-target"]["persistentVolumeClaim"] == {"claimName": "models", "readOnly": True}
+    assert volumes["model-drafter"]["image"]["reference"] == "registry.example/drafter:1"
+    assert volumes["model-bucket"]["emptyDir"] == {"sizeLimit": "40Gi"}
+    mounts = {mount["name"]: mount for mount in worker["containers"][0]["volumeMounts"]}
+    for name, path in (("target", "/models"), ("drafter", "/checkpoints"), ("bucket", "/bucket")):
+        assert mounts[f"model-{name}"]["mountPath"] == path and mounts[f"model-{name}"]["readOnly"]
+    fetch, further = worker["initContainers"]
+    assert fetch["command"] == ["rclone", "copy", "models:chat", "/bucket"] and further["name"] == "warm"
+    assert fetch["envFrom"] == [{"secretRef": {"name": "bucket-keys"}}]
+    assert {"name": "model-bucket", "mountPath": "/bucket"} in fetch["volumeMounts"]
+    assert fetch["securityContext"] == worker["containers"][0]["securityContext"]
+    token = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
+    assert token in worker["containers"][0]["env"]
+    assert "initContainers" not in head and not any(each["name"].startswith("model-") for each in head["volumes"])
+
+
 def test_streams_may_finish_before_a_pod_is_gone(chart):
     found = objects(chart, {**KEYS, "settings": {"gateway": {"drain_s": 300.5}}})
     worker = pods(found)[1]["spec"]
@@ -209,6 +258,9 @@ def test_nothing_but_the_gateway_is_open_to_clients(chart):
     assert all("from" in rule for rule in rules)
     paths = of_kind(found, "Ingress")["spec"]["rules"][0]["http"]["paths"]
     assert [path["backend"]["service"] for path in paths] == [{"name": "chat-serve-svc", "port": {"number": 8000}}]
+    route = of_kind(found, "HTTPRoute")["spec"]
+    assert route["rules"][0]["backendRefs"] == [{"name": "chat-serve-svc", "port": 8000}]
+    assert route["parentRefs"] == EVERYTHING["httpRoute"]["parentRefs"]
     cluster = of_kind(found, "RayService")["spec"]["rayClusterConfig"]
     assert cluster["authOptions"] == {"mode": "token"}
     assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP"
@@ -246,8 +298,21 @@ def test_monitors_and_budget_select_the_pods_of_this_release(chart):
         ({**KEYS, "workerGroups": {"workers": None}}, "workerGroups: at least one group"),
         ({**KEYS, "fullnameOverride": "x" * 48}, "longer than KubeRay's 47"),
         ({**KEYS, "fullnameOverride": "4you"}, "begins with a letter"),
-        ({**KEYS, "modelVolumes": [{"name": "m", "mountPath": "/m"}]}, "modelVolumes: m needs a claim or an image"),
+        (
+            {**KEYS, "modelVolumes": [{"name": "m", "mountPath": "/m"}]},
+            "modelVolumes: m needs a claim, an image or a fetch",
+        ),
         ({**KEYS, "ingress": {"enabled": True, "tlsSecret": "tls"}}, "ingress.host"),
+        ({**KEYS, "httpRoute": {"enabled": True}}, "httpRoute.parentRefs"),
+        ({**KEYS, "settings": {"groups": 3}, "workerGroups": {"workers": {"gpus": 2}}}, "settings.groups is 3"),
+        (
+            {
+                **KEYS,
+                "settings": {"groups": 3, "resources": {"verifier_gpus": 1, "drafter_gpus": 0}},
+                "workerGroups": {"workers": {"gpus": 2}},
+            },
+            "settings.resources.verifier_gpus is 1 for each of 3 engine groups",
+        ),
     ],
 )
 def test_values_that_cannot_work_are_refused_by_name(chart, values, message):

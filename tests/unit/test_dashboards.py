@@ -14,7 +14,7 @@ import promql_parser as promql
 import pytest
 import yaml
 
-from services.metrics import CATALOGUE, Spec
+from services.metrics import CATALOGUE, GATEWAY, OPEN, SCHEDULER_UP, Spec
 from services.operations.dashboards import DASHBOARDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,8 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 
 def labels_of(spec: Spec, name: str) -> set[str]:
-    return ALWAYS | set(spec.labels) | ({"le"} if name.endswith("_bucket") else set())
+    own = {"group"} if spec not in GATEWAY or spec in (OPEN, SCHEDULER_UP) else set()
+    return ALWAYS | own | set(spec.labels) | ({"le"} if name.endswith("_bucket") else set())
 
 
 def check(node: Any, within: str = "") -> set[str]:

@@ -67,7 +67,7 @@ def series() -> list[dict[str, str]]:
     metrics.request_ended("failed", 500, 1.0)
     metrics.failed("failed", "internal_error")
     played = []
-    for family in text_string_to_metric_families(metrics.render(busy(), 3).decode()):
+    for family in text_string_to_metric_families(metrics.render({"0": busy()}, {"0": 3}).decode()):
         for sample in family.samples:
             for instance in ("a:8000", "b:8000"):
                 labels = {"job": "dspark", "instance": instance, **sample.labels}
@@ -79,7 +79,7 @@ def series() -> list[dict[str, str]]:
 
 
 def filled_in(expression: str) -> str:
-    for name, value in (("$__rate_interval", "5m"), ("$job", ".*"), ("$model", ".*")):
+    for name, value in (("$__rate_interval", "5m"), ("$job", ".*"), ("$model", ".*"), ("$group", ".*")):
         expression = expression.replace(name, value)
     return expression
 

@@ -50,7 +50,7 @@ def page(stats=STATS, fill=lambda metrics: None) -> dict[str, dict[tuple, float]
     metrics.model_name = "m"
     fill(metrics)
     samples: dict[str, dict[tuple, float]] = {}
-    for family in text_string_to_metric_families(metrics.render(stats, 3).decode()):
+    for family in text_string_to_metric_families(metrics.render({"0": stats}, {"0": 3}).decode()):
         for sample in family.samples:
             labels = tuple(sorted(sample.labels.items()))
             assert labels not in samples.setdefault(sample.name, {}), f"{sample.name} twice"
@@ -59,8 +59,10 @@ def page(stats=STATS, fill=lambda metrics: None) -> dict[str, dict[tuple, float]
 
 
 def one(samples, name, **labels) -> float:
-    wanted = tuple(sorted({"model": "m", **labels}.items()))
-    return samples[name][wanted]
+    """Of group 0, where it is the group's."""
+    wanted = {"model": "m", **labels}
+    (number,) = [number for found, number in samples[name].items() if dict(found) in (wanted, wanted | {"group": "0"})]
+    return number
 
 
 def test_every_family_of_the_catalogue_is_on_the_page_and_no_other():
@@ -68,7 +70,7 @@ def test_every_family_of_the_catalogue_is_on_the_page_and_no_other():
     metrics.model_name = "m"
     metrics.request_ended("stop", 200, 1.0)
     metrics.failed("rejected", "engine_overloaded")
-    names = re.findall(r"^# TYPE (\S+) ", metrics.render(STATS, 0).decode(), re.MULTILINE)
+    names = re.findall(r"^# TYPE (\S+) ", metrics.render({"0": STATS}, {"0": 0}).decode(), re.MULTILINE)
     expected = [spec.name + ("_total" if spec.kind == "counter" else "") for spec in CATALOGUE]
     assert sorted(names) == sorted(expected) and len(set(names)) == len(names)
 
@@ -89,7 +91,7 @@ def test_every_counter_and_gauge_of_the_scheduler_reads_a_field_that_exists():
 def test_the_aliases_are_the_four_that_load_generators_read_and_agree_with_ours():
     samples = page()
     alias = {
-        name: samples[name][(("model_name", "m"),)]
+        name: samples[name][(("engine", "0"), ("model_name", "m"))]
         for name in samples
         if name.startswith("vllm:") and "pos" not in name
     }
@@ -160,6 +162,22 @@ def test_without_a_scheduler_the_page_says_so_and_keeps_the_gateways_numbers():
     assert one(samples, "dspark_requests_total", outcome="failed", status="503") == 1
     assert "dspark_verify_rounds_total" not in samples
     assert one(page(), "dspark_scheduler_up") == 1
+
+
+def test_each_engine_group_has_its_own_numbers_and_one_that_is_gone_has_none():
+    metrics = GatewayMetrics()
+    metrics.model_name = "m"
+    other = dataclasses.replace(STATS, num_rounds=25)
+    text = metrics.render({"0": STATS, "1": other, "2": None}, {"0": 3, "1": 0, "2": 1}).decode()
+    found = {
+        (sample.name, sample.labels.get("group")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    rounds = {group: found.get(("dspark_verify_rounds_total", group)) for group in ("0", "1", "2")}
+    assert rounds == {"0": 10, "1": 25, "2": None}
+    assert [found["dspark_scheduler_up", group] for group in ("0", "1", "2")] == [1, 1, 0]
+    assert [found["dspark_gateway_open_requests", group] for group in ("0", "1", "2")] == [3, 0, 1]
 
 
 def test_the_gateways_own_families_have_bounded_labels():

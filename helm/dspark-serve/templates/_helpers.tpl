@@ -34,6 +34,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if .Values.serviceAccount.create }}{{ .Values.serviceAccount.name | default (include "dspark.fullname" .) }}{{ else }}{{ .Values.serviceAccount.name | default "default" }}{{ end -}}
 {{- end -}}
 
+{{/* Not empty when some model is fetched by an init container. */}}
+{{- define "dspark.fetched" -}}
+{{- range .Values.modelVolumes }}{{ if get . "fetch" }}yes{{ end }}{{ end -}}
+{{- end -}}
+
 {{- define "dspark.port" -}}
 {{- dig "gateway" "port" 8000 .Values.settings | int -}}
 {{- end -}}
@@ -50,7 +55,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $total -}}
 {{- end -}}
 
-{{/* The settings tree as the server gets it. Placement and GPU shares are decided here: Serve may build the application before any
+{{/* The settings tree as the server gets it. GPUs are shared out evenly among engine groups. Placement and GPU shares are decided here: Serve may build the application before any
 worker has joined, when Ray still counts no devices. */}}
 {{- define "dspark.settings" -}}
 {{- $settings := deepCopy .Values.settings -}}
@@ -62,7 +67,10 @@ worker has joined, when Ray still counts no devices. */}}
 {{- end -}}
 {{- $_ := set $settings "gateway" $gateway -}}
 {{- if not (get $settings "cache_dir") }}{{ $_ := set $settings "cache_dir" "/cache/dspark" }}{{ end -}}
-{{- $gpus := include "dspark.gpus" . | int -}}
+{{- $total := include "dspark.gpus" . | int -}}
+{{- $groups := get $settings "groups" | default 1 | int -}}
+{{- $gpus := div $total $groups | int -}}
+{{- if and (gt $total 0) (eq $gpus 0) (not (get $settings "resources")) }}{{ fail (printf "settings.groups is %d and the worker groups have %d GPUs; each engine group needs one, or shares in settings.resources" $groups $total) }}{{ end -}}
 {{- $placement := get $settings "placement" | default "auto" -}}
 {{- if eq $placement "auto" }}{{ $placement = ternary "split" "colocated" (ge $gpus 2) }}{{ end -}}
 {{- $_ := set $settings "placement" $placement -}}
@@ -71,7 +79,7 @@ worker has joined, when Ray still counts no devices. */}}
 {{- $resources := get $settings "resources" | default dict -}}
 {{- range $key := list "verifier_gpus" "drafter_gpus" -}}
 {{- if not (hasKey $resources $key) }}{{ $_ := set $resources $key $share }}{{ end -}}
-{{- if gt (get $resources $key | float64) (float64 $gpus) }}{{ fail (printf "settings.resources.%s is %v and the worker groups have %d GPUs; set workerGroups.NAME.gpus" $key (get $resources $key) $gpus) }}{{ end -}}
+{{- if gt (mulf (get $resources $key) $groups) (float64 $total) }}{{ fail (printf "settings.resources.%s is %v for each of %d engine groups and the worker groups have %d GPUs; set workerGroups.NAME.gpus" $key (get $resources $key) $groups $total) }}{{ end -}}
 {{- end -}}
 {{- $_ := set $settings "resources" $resources -}}
 {{- toPrettyJson $settings -}}

@@ -30,8 +30,22 @@ spec:
   {{ $key }}: {{- toYaml . | nindent 4 }}
   {{- end }}
   {{- end }}
-  {{- if and $worker $values.initContainers }}
-  initContainers: {{- toYaml $values.initContainers | nindent 4 }}
+  {{- if and $worker (or $values.initContainers (include "dspark.fetched" $root)) }}
+  initContainers:
+    {{- range $values.modelVolumes }}{{ if get . "fetch" }}
+    - name: fetch-{{ .name }}
+      image: {{ .fetch.image | quote }}
+      command: {{- toYaml .fetch.command | nindent 8 }}
+      securityContext: {{- toYaml $values.containerSecurityContext | nindent 8 }}
+      env: [{name: HOME, value: /tmp}]
+      {{- with get .fetch "secret" }}
+      envFrom: [{secretRef: {name: {{ . }}}}]
+      {{- end }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        - {name: model-{{ .name }}, mountPath: {{ .mountPath }}}
+    {{- end }}{{ end }}
+    {{- with $values.initContainers }}{{ toYaml . | nindent 4 }}{{ end }}
   {{- end }}
   containers:
     - name: {{ ternary "ray-worker" "ray-head" $worker }}
@@ -106,8 +120,10 @@ spec:
     - name: model-{{ .name }}
       {{- if get . "image" }}
       image: {reference: {{ .image | quote }}, pullPolicy: IfNotPresent}
+      {{- else if get . "fetch" }}
+      emptyDir: {sizeLimit: {{ get .fetch "size" | default "100Gi" }}}
       {{- else }}
-      persistentVolumeClaim: {claimName: {{ required (printf "modelVolumes: %s needs a claim or an image" .name) (get . "claim") }}, readOnly: true}
+      persistentVolumeClaim: {claimName: {{ required (printf "modelVolumes: %s needs a claim, an image or a fetch" .name) (get . "claim") }}, readOnly: true}
       {{- end }}
     {{- end }}{{ end }}
     {{- with $values.extraVolumes }}{{ toYaml . | nindent 4 }}{{ end }}

@@ -82,7 +82,7 @@ async def test_200_clients_that_connect_and_drop_cause_exactly_one_cancel_each(b
                     for number in range(50)
                 )
             )
-        await until(lambda: client.num_live == 0 and not client._background)
+        await until(lambda: client.num_live == 0 and not client.num_background)
         await asyncio.sleep(0.05)
         ids = {request.request_id for request in scheduler.requests}
         assert set(scheduler.cancels) == ids and set(scheduler.cancels.values()) <= {1}
