@@ -72,8 +72,9 @@ class Gateway:
     async def await_model(self) -> LoadedModel:
         """The model, waiting a while for an engine that starts: a replica that takes over in a redeploy has none yet. Raises
         SchedulerLost after `connect_timeout_s`."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.loaded.wait(), self.config.connect_timeout_s)
+        if self._model is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.loaded.wait(), self.config.connect_timeout_s)
         return self.model
 
     def start(self) -> None:
