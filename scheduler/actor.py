@@ -116,6 +116,13 @@ class SchedulerActor:
         self._unread_since_s.pop(subscriber, None)
         return Subscription(self._mailbox(subscriber), lambda: self._unsubscribe(subscriber, number))
 
+    def end_subscription(self, subscriber: str) -> None:
+        """Ends it as if its reader had closed it, for a reader that died: its requests are cancelled."""
+        if subscriber in self._subscriptions:
+            mailbox = self._mailboxes[subscriber]
+            self._unsubscribe(subscriber, self._subscriptions[subscriber])
+            mailbox.close()
+
     def is_subscribed(self, subscriber: str) -> bool:
         return subscriber in self._subscriptions
 

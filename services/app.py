@@ -10,10 +10,13 @@ replica owns, in its placement group, one device each. Import path of the builde
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
+from ray.exceptions import ActorDiedError, RayError
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
@@ -32,10 +35,14 @@ from services.settings import Settings, load_settings
 from services.split import launch_split
 from services.threads import openmp_environment
 
+logger = logging.getLogger(__name__)
+
 # One subscription per gateway and short calls: no bound of Serve's may refuse what the engine would take.
 _SCHEDULER_ONGOING = 100_000
 _SHUTDOWN_MARGIN_S = 15.0
 SCHEDULER = "PrefixScheduler"
+# How often Serve looks whether a replica lives: so long a dead one goes unnoticed.
+_LOOK_S = 1.0
 
 
 class PrefixScheduler:
@@ -59,9 +66,28 @@ class PrefixScheduler:
     async def cancel(self, request_id: str) -> None:
         await self._engine.cancel(request_id)
 
-    async def subscribe(self, subscriber: str) -> Any:
-        async for deltas in self._engine.subscribe(subscriber):
-            yield deltas
+    async def subscribe(self, subscriber: str, gateway: Any) -> Any:
+        """`gateway`: the subscriber's actor. When its process is killed nobody closes this stream, so it is watched."""
+        watch = asyncio.create_task(self._end_with(gateway, subscriber))
+        try:
+            async for deltas in self._engine.subscribe(subscriber):
+                yield deltas
+        finally:
+            watch.cancel()
+
+    async def _end_with(self, gateway: Any, subscriber: str) -> None:
+        """Otherwise its requests would run on, and the stream would count as one that a drain has to wait for."""
+        alive = True
+        while alive:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                await gateway.__ray_ready__.remote()
+            except ActorDiedError:
+                alive = False
+            except RayError as error:
+                logger.info("the gateway of %s does not answer at present: %s", subscriber, error)
+        logger.warning("a gateway died; its requests are cancelled")
+        self._engine.end_subscription(subscriber)
 
     async def queue_position(self, request_id: str) -> int | None:
         return await self._engine.queue_position(request_id)
@@ -121,7 +147,7 @@ def _scheduler_deployment(settings: Settings, gpus: dict[str, float]) -> Any:
         "num_replicas": 1,
         "max_ongoing_requests": _SCHEDULER_ONGOING,
         "graceful_shutdown_timeout_s": settings.gateway.drain_s + _SHUTDOWN_MARGIN_S,
-        "health_check_period_s": 10.0,
+        "health_check_period_s": _LOOK_S,
         "health_check_timeout_s": 30.0,
     }
     actor: dict[str, Any] = {"num_cpus": resources.scheduler_cpus, "num_gpus": 0}
@@ -151,5 +177,6 @@ def _gateway_deployment(settings: Settings) -> Any:
         num_replicas=gateway.replicas,
         max_ongoing_requests=gateway.max_ongoing_requests,
         graceful_shutdown_timeout_s=gateway.drain_s,
+        health_check_period_s=_LOOK_S,
         ray_actor_options={"num_cpus": settings.resources.gateway_cpus, "num_gpus": 0},
     )

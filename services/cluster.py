@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -10,10 +11,18 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import ray
 from ray.serve._private.logging_utils import get_serve_logs_dir
 
+from services.gateway.proxy_answers import ENVIRONMENT as PROXY_ENVIRONMENT
 from services.logs import LogConfig, configure
 from services.settings import Settings
 
 _OBJECT_STORE_BYTES = 256 * 1024 * 1024
+_CONNECT_S = 1.0
+
+Daemons = dict[str, tuple[str, int]]
+
+
+class RayDied(ConnectionError):
+    """A process of Ray itself is gone, and everything that runs on it with it."""
 
 
 def start_ray(settings: Settings) -> None:
@@ -22,6 +31,7 @@ def start_ray(settings: Settings) -> None:
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    os.environ.update(PROXY_ENVIRONMENT)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if os.environ.get("RAY_ADDRESS"):
         ray.init(**quiet)
@@ -38,6 +48,35 @@ def start_ray(settings: Settings) -> None:
 def log_here(process: str, config: LogConfig) -> None:
     """Lines of this Ray process go to a file of its own beside Serve's."""
     configure(process, config, get_serve_logs_dir())
+
+
+def controller_options() -> dict[str, Any]:
+    """For serve.start. The processes of a cluster that was joined do not have our environment; the proxies get theirs
+    from Serve's controller."""
+    return {"runtime_env": {"env_vars": PROXY_ENVIRONMENT}} if os.environ.get("RAY_ADDRESS") else {}
+
+
+def own_daemons() -> Daemons:
+    """The two processes that nothing restarts, and where they listen: those of a Ray that start_ray started, else none."""
+    if os.environ.get("RAY_ADDRESS"):
+        return {}
+    gcs_host, _, gcs_port = ray.get_runtime_context().gcs_address.rpartition(":")
+    (node,) = ray.nodes()
+    return {
+        "gcs_server": (gcs_host, int(gcs_port)),
+        "raylet": (node["NodeManagerAddress"], int(node["NodeManagerPort"])),
+    }
+
+
+def check_alive(daemons: Daemons) -> None:
+    """Raises RayDied. Without asking Ray, whose own calls wait for minutes for a process that is gone."""
+    for name, address in daemons.items():
+        try:
+            socket.create_connection(address, timeout=_CONNECT_S).close()
+        except ConnectionRefusedError:
+            raise RayDied(f"Ray's {name} process died, and the server with it; start it again") from None
+        except OSError:
+            continue
 
 
 def _needed_cpus(settings: Settings) -> int:

@@ -140,6 +140,10 @@ class Engine:
             async for deltas in stream:
                 yield deltas
 
+    def end_subscription(self, subscriber: str) -> None:
+        """For a subscriber that went without closing its subscription."""
+        self.actor.end_subscription(subscriber)
+
     async def snapshot(self) -> SchedulerStats:
         return await self.actor.snapshot()
 

@@ -80,7 +80,7 @@ class RemoteScheduler:
         await self._call_or_phase("check_health")
 
     async def subscribe(self, subscriber: str) -> AsyncGenerator[list[Delta], None]:
-        response = _apart(self._streaming.subscribe, subscriber)
+        response = _apart(self._streaming.subscribe, subscriber, ray.get_runtime_context().current_actor)
         try:
             async for deltas in response:
                 yield deltas

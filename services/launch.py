@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 APPLICATION = "dspark"
 _CONNECT_S = 5.0
+_LOOK_S = 1.0
 _REMOVAL_S = 20.0
 _SHUTDOWN_S = 10.0
 
@@ -103,14 +104,16 @@ def say(line: str) -> None:
 
 def serve_with_ray(settings: Settings) -> None:
     """Starts Ray here, or joins the cluster that RAY_ADDRESS names. Returns when it was told to stop and has drained; raises
-    Stopped when it had not become ready by then."""
+    Stopped when it had not become ready by then, RayDied when a Ray that was started here ends by itself."""
     check_files(settings)
+    # Read when Ray is imported: a deployment still under way when Ray has been stopped would start another one.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     import ray
 
-    from services.cluster import start_ray
+    from services.cluster import RayDied, check_alive, own_daemons, start_ray
 
     stop = StopRequest()
-    ready = False
+    ready = died = False
     try:
         with contextlib.suppress(SystemExit):
             # Ray's own answer to SIGTERM while it starts
@@ -119,13 +122,19 @@ def serve_with_ray(settings: Settings) -> None:
         if not ray.is_initialized():
             raise Stopped(signal.SIGTERM)
         say(f"starting {settings.model_name} (the first start converts weights and measures the cost curve)")
-        _deploy_until_ready(settings, stop)
+        daemons = own_daemons()
+        _deploy_until_ready(settings, stop, lambda: check_alive(daemons))
         ready = True
         say(ready_line(settings))
-        stop.wait()
+        while not stop.wait(_LOOK_S):
+            check_alive(daemons)
         say("draining")
+    except RayDied:
+        died = True
+        raise
     finally:
-        _stop_ray(settings.gateway.drain_s if ready else 0.0)
+        if not died:
+            _stop_ray(settings.gateway.drain_s if ready else 0.0)
 
 
 class StopRequest:
@@ -141,16 +150,17 @@ class StopRequest:
         self._number = number
         self._event.set()
 
-    def wait(self) -> None:
-        self._event.wait()
+    def wait(self, timeout_s: float) -> bool:
+        """Whether there was one by then."""
+        return self._event.wait(timeout_s)
 
     def raise_if_set(self) -> None:
         if self._event.is_set():
             raise Stopped(self._number)
 
 
-def _deploy_until_ready(settings: Settings, stop: StopRequest) -> None:
-    """Tells what is under way. Raises Failed, or Stopped."""
+def _deploy_until_ready(settings: Settings, stop: StopRequest, check_alive: Callable[[], None]) -> None:
+    """Tells what is under way. Raises Failed, Stopped, or what `check_alive` raises."""
     from services.app import SCHEDULER
     from services.phase import told
 
@@ -161,6 +171,7 @@ def _deploy_until_ready(settings: Settings, stop: StopRequest) -> None:
     while deploying.is_alive():
         deploying.join(0.2)
         stop.raise_if_set()
+        check_alive()
         if (phase := told(APPLICATION, SCHEDULER)) != shown:
             shown = phase
             say(phase) if phase else None
@@ -173,10 +184,12 @@ def _deploy(settings: Settings, failures: list[str]) -> None:
     from ray import serve
 
     from services.app import build
+    from services.cluster import controller_options
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
-        serve.start(http_options={"host": settings.gateway.host, "port": settings.gateway.port})
+        where = {"host": settings.gateway.host, "port": settings.gateway.port}
+        serve.start(http_options=where, controller_options=controller_options())
         serve.run(build(settings), name=APPLICATION, route_prefix="/")
         _await_ready(settings)
     except Exception as error:

@@ -153,7 +153,7 @@ async def test_a_reader_that_does_not_read_holds_nobody_up() -> None:
         await slow.aclose()
 
 
-@pytest.mark.parametrize("how", ["close", "cancel the reader", "throw away"])
+@pytest.mark.parametrize("how", ["close", "cancel the reader", "throw away", "the reader is known to be dead"])
 async def test_an_abandoned_subscription_cancels_its_requests_and_no_others(how: str) -> None:
     verifier, drafter = toys(num_blocks=200, max_model_len=1000)
     async with serving(verifier, drafter) as actor:
@@ -166,6 +166,11 @@ async def test_an_abandoned_subscription_cancels_its_requests_and_no_others(how:
             leaving.task.cancel()
         elif how == "close":
             await leaving.stream.aclose()
+        elif how == "the reader is known to be dead":
+            actor.end_subscription("leaving")
+            await asyncio.wait({leaving.task}, timeout=5)
+            assert leaving.task.done() and not actor.is_subscribed("leaving")
+            actor.end_subscription("leaving")
         else:
             leaving.task.cancel()
             stream = actor.subscribe("leaving")

@@ -64,6 +64,7 @@ spec:
         - {name: HOME, value: /tmp}
         - {name: HF_HOME, value: /cache/huggingface}
         - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+        - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "services.gateway.proxy_answers:middlewares"}
         {{- with $values.hfToken }}{{ if .existingSecret }}
         - name: HF_TOKEN
           valueFrom: {secretKeyRef: {name: {{ .existingSecret }}, key: {{ .key }}}}

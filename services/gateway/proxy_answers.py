@@ -1,0 +1,95 @@
+"""What Ray Serve's proxy would answer by itself, in the OpenAI envelope: while no gateway is deployed, when one dies, when
+a request takes longer than its client let Serve wait.
+
+The proxy calls `middlewares` when it starts and puts what it returns around itself, in the proxy's process: outside every
+gateway. A gateway never answers an error in plain text, so one that comes by is the proxy's own. Knows no Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from scheduler.errors import DeadlineExceeded, SchedulerLost, ServingError
+from services.gateway.errors import error_body, error_response
+from services.gateway.guard import REQUEST_ID
+from services.gateway.stream import event
+
+logger = logging.getLogger(__name__)
+
+# Set where the proxies of Serve start, so that they call `middlewares`.
+ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "services.gateway.proxy_answers:middlewares"}
+
+_PROXYS_OWN_PATHS = "/-/"
+_TIMED_OUT = 408
+
+
+def middlewares() -> list[Middleware]:
+    return [Middleware(ProxyAnswers)]
+
+
+class ProxyAnswers:
+    """Around the proxy: its own errors become envelopes, a stream that it breaks off ends with an error event."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith(_PROXYS_OWN_PATHS):
+            return await self._app(scope, receive, send)
+        passing = _Passing(send)
+        try:
+            await self._app(scope, receive, passing.send)
+        except Exception:
+            logger.exception("Serve's proxy failed")
+        if passing.refusal is not None:
+            await _answer(passing.refusal, scope, receive, send)
+        elif not passing.started:
+            lost = SchedulerLost("the gateway stopped before it answered; send the request again")
+            await _answer(error_response(lost), scope, receive, send)
+        elif passing.streams and not passing.complete:
+            cut = event(error_body(SchedulerLost("the gateway stopped while it answered")))
+            await send({"type": "http.response.body", "body": cut, "more_body": False})
+        return None
+
+
+class _Passing:
+    """Messages on their way to the client. refusal: what to answer instead of the error that was held back."""
+
+    def __init__(self, send: Send) -> None:
+        self.started = self.streams = self.complete = False
+        self.refusal: Response | None = None
+        self._send = send
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            content_type = Headers(raw=message["headers"]).get("content-type", "")
+            if message["status"] >= 400 and content_type.startswith("text/plain"):
+                self.refusal = _refusal(message)
+            self.started = True
+            self.streams = content_type.startswith("text/event-stream")
+        elif message["type"] == "http.response.body":
+            self.complete = not message.get("more_body", False)
+        if self.refusal is None:
+            await self._send(message)
+
+
+def _refusal(start: Message) -> Response:
+    error: ServingError = SchedulerLost("no gateway is there: the server starts or shuts down")
+    if start["status"] == _TIMED_OUT:
+        error = DeadlineExceeded("the request took longer than its x-request-timeout-seconds")
+    response = error_response(error)
+    for name, value in Headers(raw=start["headers"]).items():
+        if name in ("retry-after", REQUEST_ID):
+            response.headers[name] = value
+    return response
+
+
+async def _answer(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    if (request_id := Headers(scope=scope).get(REQUEST_ID)) is not None:
+        MutableHeaders(raw=response.raw_headers)[REQUEST_ID] = request_id
+    await response(scope, receive, send)
