@@ -10,6 +10,7 @@ settings. 130 and 143: stopped by SIGINT or SIGTERM before it was ready, or a se
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -203,14 +204,17 @@ def _put(tree: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
 def _serve(args: argparse.Namespace) -> int:
     with stop_signals_raise():
         # the imports alone take seconds
-        from services.launch import check_access, check_address, check_cluster, serve_in_process, serve_with_ray
+        from services.address import check_address, hold_address
+        from services.launch import check_access, check_cluster, serve_in_process, serve_with_ray
 
         settings = settings_of(args)
         check_access(settings)
         check_address(settings.gateway.host, settings.gateway.port)
         if not args.no_ray:
             check_cluster()
-            return run_behind(lambda: _status_of(lambda: serve_with_ray(settings)))
+            held = hold_address(settings.gateway.host, settings.gateway.port)
+            with held or contextlib.nullcontext():
+                return run_behind(lambda: _status_of(lambda: serve_with_ray(settings)))
         serve_in_process(settings)
         return 0
 

@@ -15,6 +15,10 @@ from services.gateway.proxy_answers import ENVIRONMENT as PROXY_ENVIRONMENT
 from services.logs import LogConfig, configure
 from services.settings import Settings
 
+# Serve kills a proxy that is not up within three times this; on a machine that is busy starting models the default, 5 s, has it
+# start proxies for ever.
+SERVE_ENVIRONMENT = {**PROXY_ENVIRONMENT, "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30"}
+
 _OBJECT_STORE_BYTES = 256 * 1024 * 1024
 _CONNECT_S = 1.0
 
@@ -31,7 +35,7 @@ def start_ray(settings: Settings) -> None:
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
-    os.environ.update(PROXY_ENVIRONMENT)
+    os.environ.update(SERVE_ENVIRONMENT)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if os.environ.get("RAY_ADDRESS"):
         ray.init(**quiet)
@@ -53,7 +57,7 @@ def log_here(process: str, config: LogConfig) -> None:
 def controller_options() -> dict[str, Any]:
     """For serve.start. The processes of a cluster that was joined do not have our environment; the proxies get theirs
     from Serve's controller."""
-    return {"runtime_env": {"env_vars": PROXY_ENVIRONMENT}} if os.environ.get("RAY_ADDRESS") else {}
+    return {"runtime_env": {"env_vars": SERVE_ENVIRONMENT}} if os.environ.get("RAY_ADDRESS") else {}
 
 
 def own_daemons() -> Daemons:

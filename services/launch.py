@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import re
@@ -36,27 +35,6 @@ _CONNECT_S = 5.0
 _LOOK_S = 1.0
 _REMOVAL_S = 20.0
 _SHUTDOWN_S = 10.0
-
-
-def check_address(host: str, port: int) -> None:
-    """Raises SettingsError, naming the setting that is to blame, when nothing can listen there."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except (OSError, UnicodeError) as error:
-        raise SettingsError(_why_not_listen(host, port, error)) from None
-
-
-def _why_not_listen(host: str, port: int, error: OSError | UnicodeError) -> str:
-    if isinstance(error, socket.gaierror | UnicodeError) or error.errno == errno.EADDRNOTAVAIL:
-        return f"gateway.host: {host!r} is no address of this machine; set --host to 127.0.0.1, or 0.0.0.0 for all"
-    if error.errno == errno.EADDRINUSE:
-        return f"gateway.port: {port} on {host} is in use by another process; set another --port"
-    if error.errno == errno.EACCES:
-        return f"gateway.port: this user may not listen on {port}; set a --port from 1024 on"
-    return f"gateway.port: cannot listen on {host}:{port}: {error.strerror or error}; set another --port"
 
 
 def check_cluster() -> None:
@@ -106,14 +84,13 @@ def serve_with_ray(settings: Settings) -> None:
     """Starts Ray here, or joins the cluster that RAY_ADDRESS names. Returns when it was told to stop and has drained; raises
     Stopped when it had not become ready by then, RayDied when a Ray that was started here ends by itself."""
     check_files(settings)
-    # Read when Ray is imported: a deployment still under way when Ray has been stopped would start another one.
-    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     import ray
 
     from services.cluster import RayDied, check_alive, own_daemons, start_ray
 
     stop = StopRequest()
-    ready = died = False
+    drains = False
+    joined = bool(os.environ.get("RAY_ADDRESS"))
     try:
         with contextlib.suppress(SystemExit):
             # Ray's own answer to SIGTERM while it starts
@@ -124,17 +101,19 @@ def serve_with_ray(settings: Settings) -> None:
         say(f"starting {settings.model_name} (the first start converts weights and measures the cost curve)")
         daemons = own_daemons()
         _deploy_until_ready(settings, stop, lambda: check_alive(daemons))
-        ready = True
+        drains = True
         say(ready_line(settings))
         while not stop.wait(_LOOK_S):
             check_alive(daemons)
         say("draining")
     except RayDied:
-        died = True
+        drains = False
         raise
     finally:
-        if not died:
-            _stop_ray(settings.gateway.drain_s if ready else 0.0)
+        # A Ray of our own with nothing to drain is killed with this session: stopped in the middle of a deployment, Serve
+        # would start another.
+        if joined or drains:
+            _stop_ray(settings.gateway.drain_s if drains else 0.0)
 
 
 class StopRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -236,17 +237,22 @@ def test_a_server_that_is_stopped_while_it_starts_ends_at_once_with_one_line(ser
     assert reason.removeprefix("not ready: ") in ("loading the models", "measuring the cost curve")
 
 
-def in_session(of: int) -> list[str]:
-    """Command lines of the living processes of that session."""
+def session(of: int) -> list[tuple[int, str]]:
+    """Ids and command lines of the living processes of that session."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
             stat = (entry / "stat").read_text().rpartition(")")[2].split()
             if stat[3] == str(of) and stat[0] != "Z":
-                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+                title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found.append((int(entry.name), title))
         except (OSError, IndexError):
             continue
     return found
+
+
+def in_session(of: int) -> list[str]:
+    return [title for _, title in session(of)]
 
 
 def test_a_server_on_ray_says_what_it_waits_for_and_drains_when_its_whole_group_is_told_to_stop(serve_flags, tmp_path):
@@ -256,8 +262,8 @@ def test_a_server_on_ray_says_what_it_waits_for_and_drains_when_its_whole_group_
         while (answer := running.client.get("/ready")).status_code != 200:
             assert "does not answer" not in answer.text
             time.sleep(0.05)
-        (child,) = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()
-        assert any("raylet" in line for line in in_session(int(child)))
+        child = server_of(running)
+        assert any("raylet" in line for line in in_session(child))
         running.wait_ready()
         body = {
             "model": "golden",
@@ -272,7 +278,49 @@ def test_a_server_on_ray_says_what_it_waits_for_and_drains_when_its_whole_group_
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert running.process.wait(timeout=60) == 0
-        assert running.rest() == "draining\n" and in_session(int(child)) == []
+        assert running.rest() == "draining\n" and in_session(child) == []
+    finally:
+        running.kill()
+
+
+def server_of(running: Server) -> int:
+    (child,) = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()
+    return int(child)
+
+
+def test_a_server_on_ray_that_is_stopped_while_it_starts_ends_with_one_line_and_starts_no_other_ray(
+    serve_flags, tmp_path
+):
+    starting = Server([*serve_flags, "--set", f"cache_dir={tmp_path}", "--placement", "colocated"])
+    try:
+        starting.wait_for("starting ")
+        server = server_of(starting)
+        os.killpg(starting.process.pid, signal.SIGTERM)
+        assert starting.process.wait(timeout=60) == 128 + signal.SIGTERM
+        assert starting.rest().removeprefix("loading the models\n") == "dspark: stopped by SIGTERM\n"
+        assert in_session(server) == []
+    finally:
+        starting.kill()
+
+
+@pytest.mark.parametrize("daemon", ["raylet", "gcs_server"])
+def test_a_ray_that_dies_ends_the_server_and_its_streams(serve_flags, tmp_path, daemon):
+    running = Server([*serve_flags, "--placement", "colocated"])
+    try:
+        running.wait_ready()
+        server = server_of(running)
+        body = {"model": "golden", "prompt": "hello", "max_tokens": 400, "stream": True}
+        with running.client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            (pid,) = [pid for pid, title in session(server) if f"/{daemon} " in title]
+            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(httpx.TransportError):
+                list(lines)
+        assert running.process.wait(timeout=60) == 1
+        last = running.rest().splitlines()[-1]
+        assert last == f"dspark: Ray's {daemon} process died, and the server with it; start it again"
+        assert in_session(server) == []
     finally:
         running.kill()
 

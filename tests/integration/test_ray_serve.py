@@ -30,6 +30,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.wire import Request, SamplingParams
 from services import phase
 from services.app import SCHEDULER, build
+from services.cluster import SERVE_ENVIRONMENT
 from services.engine import Engine, Workers
 from services.gateway.app import create_app
 from services.settings import Settings, load_settings
@@ -98,14 +99,17 @@ def port() -> Iterator[int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         number = probe.getsockname()[1]
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        num_cpus=4,
-        object_store_memory=200 * 1024 * 1024,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SERVE_ENVIRONMENT.items():
+            patch.setenv(name, value)
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            num_cpus=4,
+            object_store_memory=200 * 1024 * 1024,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
     serve.start(http_options={"host": "127.0.0.1", "port": number})
     yield number
     ray.shutdown()
@@ -113,8 +117,9 @@ def port() -> Iterator[int]:
 
 @pytest.fixture(scope="module", params=["colocated", "split"])
 def served(request: pytest.FixtureRequest, tree: dict, expected: dict, port: int) -> Iterator[httpx.Client]:
-    serve.run(build(settings_for(tree, placement=request.param)), name="dspark", route_prefix="/")
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        client.before = client.get("/v1/models")
+        serve.run(build(settings_for(tree, placement=request.param)), name="dspark", route_prefix="/")
         until(lambda: client.get("/ready").status_code == 200)
         client.placement = request.param
         yield client
@@ -210,6 +215,15 @@ def test_errors_are_enveloped_through_serve(served):
         assert (response.status_code, response.json()["error"]["code"]) == (status, code)
     assert served.get("/v1/models").json()["data"][0]["id"] == "golden"
     assert served.get("/health").status_code == 200
+
+
+def check_nobody_serves(response: httpx.Response) -> None:
+    assert response.status_code == 503 and response.json()["error"]["code"] == "engine_unavailable"
+    assert int(response.headers["retry-after"]) > 0 and response.headers["x-request-id"]
+
+
+def test_before_anything_is_deployed_the_answer_is_an_envelope(served):
+    check_nobody_serves(served.before)
 
 
 def test_readiness_says_what_a_starting_scheduler_does(served):
@@ -361,6 +375,28 @@ def test_lines_of_every_process_have_ids_and_none_has_a_word_of_a_prompt(served)
         assert marker.encode() not in path.read_bytes(), path
 
 
+def num_ongoing(deployment: str) -> int:
+    """Calls that its replica would wait for in a drain."""
+    names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if deployment in each["name"]]
+    replicas = [ray.get_actor(name, namespace="serve") for name in names]
+    return sum(ray.get([replica.get_num_ongoing_requests.remote() for replica in replicas]))
+
+
+def test_a_gateway_that_dies_ends_its_streams_with_an_error_event_and_its_requests_in_the_engine(served, expected):
+    if served.placement != "colocated":
+        pytest.skip("the same in both placements")
+    (pid,) = processes("dspark:Gateway")
+    with served.stream("POST", CHAT, json=body("hello", stream=True, max_tokens=400)) as response:
+        lines = response.iter_lines()
+        next(lines)
+        os.kill(pid, signal.SIGKILL)
+        rest = [line for line in lines if line.startswith("data: ")]
+    assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "engine_unavailable"
+    assert streamed(served, "hello")[0] == expected["hello"], "requests wait for the next gateway"
+    until(lambda: num_ongoing("PrefixScheduler") == 0)
+    assert metric(served, "dspark_requests_running") == metric(served, "dspark_kv_blocks_used") == 0
+
+
 async def trace(workers: Workers) -> list[tuple[int, int]]:
     """(verified, accepted) of each round of one greedy request, without a cost curve: every round drafts."""
     actor = SchedulerActor(SchedulerConfig(planner="fixed:7"), workers.verifier, workers.drafter)
@@ -398,8 +434,11 @@ def test_a_running_stream_is_finished_when_the_application_is_removed(served, ex
             lines = response.iter_lines()
             next(lines)
             removing = pool.submit(serve.delete, "dspark")
+            until(lambda: served.post(CHAT, json=body("xyz")).status_code != 200)
+            late = served.post(CHAT, json=body("xyz"))
             rest = [line for line in lines if line.startswith("data: ")]
         removing.result()
+    check_nobody_serves(late)
     assert rest[-1] == "data: [DONE]"
     text = "".join(
         (json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content") or "") for line in rest[:-1]

@@ -16,6 +16,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from services.access import check_exposure
+from services.gateway.proxy_answers import ENVIRONMENT as PROXY_ENVIRONMENT
 from services.operations.__main__ import generated
 from services.operations.chart import OWNED
 from services.settings import Settings, known_keys, load_settings
@@ -150,6 +151,7 @@ def test_every_pod_keeps_to_the_security_contexts_and_mounts_only_volumes_it_has
         assert {mount["name"] for mount in container["volumeMounts"]} <= set(volumes)
         assert all(len(port["name"]) <= 15 for port in container["ports"])
         assert not any(variable["name"].startswith("DSPARK_") for variable in container["env"])
+        assert {(variable["name"], variable.get("value")) for variable in container["env"]} >= PROXY_ENVIRONMENT.items()
 
 
 @pytest.mark.parametrize("case", MATRIX)
