@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -67,22 +68,25 @@ class EngineClient:
             await subscription.close()
 
     async def submit(self, request: Request, inbox: Inbox) -> Subscription:
-        """Hands the request over. Tries once more when the scheduler turns out to be a new one that does not know our
-        subscription."""
+        """Hands the request over. Tries once more, in what is left of the time, when the scheduler turns out to be a new one
+        that does not know our subscription."""
+        deadline_s = time.monotonic() + self._config.connect_timeout_s
         try:
-            return await self._submit_once(request, inbox)
+            return await self._submit_once(request, inbox, deadline_s)
         except SchedulerLost:
+            if time.monotonic() >= deadline_s:
+                raise
             self._retire_current()
-            return await self._submit_once(request, inbox)
+            return await self._submit_once(request, inbox, deadline_s)
 
-    async def _submit_once(self, request: Request, inbox: Inbox) -> Subscription:
+    async def _submit_once(self, request: Request, inbox: Inbox, deadline_s: float) -> Subscription:
         subscription = self._subscription()
         inbox.clear()
         subscription.add(request.request_id, inbox)
         try:
-            await subscription.wait_until_it_stands(self._config.connect_timeout_s)
+            await subscription.wait_until_it_stands(deadline_s - time.monotonic())
             addressed = dataclasses.replace(request, subscriber=subscription.name)
-            await self._bounded(self._scheduler.submit(addressed), self._config.connect_timeout_s)
+            await self._bounded(self._scheduler.submit(addressed), deadline_s - time.monotonic())
         except BaseException:
             subscription.remove(request.request_id)
             raise
@@ -102,7 +106,7 @@ class EngineClient:
 
     async def _bounded(self, call: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         try:
-            return await asyncio.wait_for(call, timeout_s or self._config.call_timeout_s)
+            return await asyncio.wait_for(call, self._config.call_timeout_s if timeout_s is None else timeout_s)
         except TimeoutError:
             raise SchedulerLost("the scheduler does not answer; it may still be starting") from None
 

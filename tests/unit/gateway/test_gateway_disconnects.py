@@ -166,13 +166,21 @@ async def test_a_new_scheduler_is_found_without_disturbing_answers_of_the_old_on
         assert (await old).json()["choices"][0]["message"]["content"] == "from the old"
 
 
-async def test_a_scheduler_that_never_answers_ends_in_503(bench, make_script, body):
+@pytest.mark.parametrize("silent", ["submit", "subscribe"])
+async def test_a_scheduler_that_never_answers_ends_in_503_after_one_wait(bench, make_script, body, silent):
     config = GatewayConfig(connect_timeout_s=0.1, call_timeout_s=0.1)
     async with bench.serve(make_script(bench.rounds("Hi")), config) as (client, scheduler):
+        waited = []
 
         async def stuck(request):
+            waited.append(request)
             await asyncio.sleep(60)
 
-        scheduler.submit = stuck
+        async def stuck_stream(subscriber):
+            await stuck(subscriber)
+            yield []
+
+        setattr(scheduler, silent, stuck if silent == "submit" else stuck_stream)
         response = await client.post(CHAT, json=body())
     assert response.status_code == 503 and response.json()["error"]["code"] == "engine_unavailable"
+    assert response.headers["retry-after"] == "5" and len(waited) == 1
