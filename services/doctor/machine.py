@@ -168,7 +168,7 @@ def _cpu_share(limit: Path) -> float | None:
 
 
 def check_port(settings: Settings) -> Finding:
-    from services.launch import check_address
+    from services.address import check_address
 
     host, port = settings.gateway.host, settings.gateway.port
     check_address(host, port)
