@@ -15,9 +15,13 @@ from services.gateway.proxy_answers import ENVIRONMENT as PROXY_ENVIRONMENT
 from services.logs import LogConfig, configure
 from services.settings import Settings
 
-# Serve kills a proxy that is not up within three times this; on a machine that is busy starting models the default, 5 s, has it
-# start proxies for ever.
-SERVE_ENVIRONMENT = {**PROXY_ENVIRONMENT, "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30"}
+# Serve takes a proxy for dead, also one whose process is gone, and one that starts for failed, after three looks. By default a dead
+# one is missed for half a minute, and on a machine that is busy starting models proxies are started for ever.
+SERVE_ENVIRONMENT = {
+    **PROXY_ENVIRONMENT,
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
+}
 
 _OBJECT_STORE_BYTES = 256 * 1024 * 1024
 _CONNECT_S = 1.0
