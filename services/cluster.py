@@ -15,8 +15,8 @@ from services.gateway.proxy_answers import ENVIRONMENT as PROXY_ENVIRONMENT
 from services.logs import LogConfig, configure
 from services.settings import Settings
 
-# Serve takes a proxy for dead, also one whose process is gone, and one that starts for failed, after three looks. By default a dead
-# one is missed for half a minute, and on a machine that is busy starting models proxies are started for ever.
+# Serve takes a proxy for dead, also one whose process is gone, and one that starts for failed, after three looks. By default a
+# dead one is missed for half a minute, and on a machine that is busy starting models proxies are started for ever.
 SERVE_ENVIRONMENT = {
     **PROXY_ENVIRONMENT,
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
