@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +29,6 @@ _LEAST_OUTLOOK = 0.01
 # At the optimum a candidate exactly as good as expected is exactly worth its price; rounding must not decide.
 _NEARLY = 1.0 - 1e-6
 _ALL_STOPS = 32
-_INDEX_BITS = 24
-_ONE_BITS = int(np.float32(1.0).view(np.int32))
 
 
 class Rule(StrEnum):
@@ -102,9 +101,11 @@ def admit(
 
 def survivals(*, confidence: Probabilities, caps: Lengths) -> Probabilities:
     """[R, W] a[r, k]; 0 from caps[r] on and from the first NaN on."""
-    usable = np.arange(confidence.shape[1]) < caps[:, None]
-    clean = np.where(usable & ~np.isnan(confidence), confidence, 0.0)
-    return np.cumprod(np.clip(clean, 0.0, 1.0), axis=1)
+    clean = np.fmin(np.fmax(confidence, 0.0), 1.0)  # of a number and NaN these are the number
+    if int(caps.min(initial=confidence.shape[1])) < confidence.shape[1]:
+        clean *= np.arange(confidence.shape[1]) < caps[:, None]
+    survival: Probabilities = np.cumprod(clean, axis=1)
+    return survival
 
 
 def algorithm1(*, survival: Probabilities, num_sampling: float, step_seconds: Seconds) -> Lengths:
@@ -113,12 +114,11 @@ def algorithm1(*, survival: Probabilities, num_sampling: float, step_seconds: Se
     The break at the first candidate that does not help is what makes the search non-anticipating. Equal survivals go by
     position, so that a prefix is never skipped; zero survivals are no candidates. Needs step_seconds for every candidate.
     """
-    order, ranked = _by_rank(survival)
-    tokens = np.cumsum(np.concatenate(([num_sampling], ranked)))
+    candidates, ranked = _ranked(survival)
+    tokens = np.cumsum(np.concatenate(([num_sampling], ranked)), dtype=np.float64)
     throughput = tokens / step_seconds[: len(tokens)]
     no_better = throughput[1:] <= throughput[:-1]
-    num_admitted = int(no_better.argmax()) if no_better.any() else len(order)
-    return np.bincount(order[:num_admitted] % len(survival), minlength=len(survival))
+    return _first(candidates, ranked, int(no_better.argmax()) if no_better.any() else len(ranked))
 
 
 def auto(*, survival: Probabilities, outlook: Probabilities, num_sampling: float, step_seconds: Seconds) -> Lengths:
@@ -129,15 +129,14 @@ def auto(*, survival: Probabilities, outlook: Probabilities, num_sampling: float
     until the first that falls short. Where they equal the outlook that is the global argmax, reference 1.10's capacity; where
     they do not, each request's present decides what the past could not know.
     """
-    order, ranked = _by_rank(survival)
-    if not len(order):
+    candidates, ranked = _ranked(survival)
+    if not len(ranked):
         return np.zeros(len(survival), dtype=np.int64)
     # As long as it was before anything was drawn: cut to the survivals that turned out positive, it would tell of them.
     known = outlook[: len(step_seconds) - 1]
     price = least_survivals(outlook=known, num_sampling=num_sampling, step_seconds=step_seconds)
-    falls_short = ranked < price[: len(order)]
-    num_admitted = int(falls_short.argmax()) if falls_short.any() else len(order)
-    return np.bincount(order[:num_admitted] % len(survival), minlength=len(survival))
+    falls_short = ranked < price[: len(ranked)]
+    return _first(candidates, ranked, int(falls_short.argmax()) if falls_short.any() else len(ranked))
 
 
 def least_survivals(*, outlook: Probabilities, num_sampling: float, step_seconds: Seconds) -> Probabilities:
@@ -151,35 +150,43 @@ def least_survivals(*, outlook: Probabilities, num_sampling: float, step_seconds
     tokens = np.concatenate(([0.0], np.cumsum(expected)))
     seconds = step_seconds[: len(tokens)]
     best = ((num_sampling + tokens) / seconds).max()
-    stops = _stops(len(outlook))
-    gain = tokens[stops] - tokens[stops][:, None]
-    price = seconds[stops] - seconds[stops][:, None]
-    ahead = gain > 0.0
-    ratio = np.divide(price, gain, out=np.full_like(gain, np.inf), where=ahead).min(axis=1) * best
-    segment = np.searchsorted(stops, np.arange(len(outlook)), side="right") - 1
-    return ratio[segment] * expected * _NEARLY
+    stops, behind = _stops(len(outlook))
+    at_tokens, at_seconds = tokens[stops], seconds[stops]
+    gain = np.maximum(at_tokens - at_tokens[:, None], _LEAST_OUTLOOK)
+    price = at_seconds - at_seconds[:, None] + behind
+    ratio = (price / gain).min(axis=1) * (best * _NEARLY)
+    return np.repeat(ratio[:-1], np.diff(stops)) * expected
 
 
-def _stops(n: int) -> npt.NDArray[np.int64]:
-    """Numbers of drafts, 0 to n, between which prices are compared: all small ones, then about 7 % apart."""
-    if n <= _ALL_STOPS:
-        return np.arange(n + 1)
-    num_far = int(math.log(n / _ALL_STOPS) / math.log(1.07)) + 2
-    far = np.geomspace(_ALL_STOPS, n, num_far).astype(np.int64)
-    return np.unique(np.concatenate((np.arange(_ALL_STOPS), far, [n])))
+@lru_cache(maxsize=64)
+def _stops(n: int) -> tuple[Lengths, Seconds]:
+    """[S] numbers of drafts, 0 to n, between which prices are compared: all small ones, then about 7 % apart. [S, S] what rules
+    out going back from one to another: infinite on and below the diagonal."""
+    stops = np.arange(n + 1)
+    if n > _ALL_STOPS:
+        num_far = int(math.log(n / _ALL_STOPS) / math.log(1.07)) + 2
+        far = np.geomspace(_ALL_STOPS, n, num_far).astype(np.int64)
+        stops = np.unique(np.concatenate((np.arange(_ALL_STOPS), far, [n])))
+    return stops, np.where(stops > stops[:, None], 0.0, np.inf)
 
 
-def _by_rank(survival: Probabilities) -> tuple[npt.NDArray[np.int64], Probabilities]:
-    """Candidates (position * R + row) by survival descending, position ascending, and their survivals; zeros left out.
+def _ranked(survival: Probabilities) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """[W, R] the candidates' survivals, and those above zero by rank. In float32: half as long to sort, and the same for every
+    one of equal survivals, whose order is by position, then row."""
+    candidates = np.ascontiguousarray(survival.T, dtype=np.float32)
+    ranked = np.sort(candidates, axis=None)[::-1]
+    return candidates, ranked[: int(np.count_nonzero(ranked > 0.0))]
 
-    One integer per candidate holds all three, for a sort of integers is several times faster than a stable one of floats, and
-    no two are equal, so that what comes later in a row cannot change the order of what comes before.
-    """
-    by_position = np.ascontiguousarray(survival.T, dtype=np.float32).ravel()
-    index = np.flatnonzero(by_position > 0.0)
-    bits = by_position[index].view(np.int32).astype(np.int64)
-    order = np.sort((np.int64(_ONE_BITS) - bits << _INDEX_BITS) | index) & ((1 << _INDEX_BITS) - 1)
-    return order, by_position[order].astype(np.float64)
+
+def _first(candidates: npt.NDArray[np.float32], ranked: npt.NDArray[np.float32], count: int) -> Lengths:
+    """[R] how many of each row are among the first `count` by rank. What comes later in a row cannot change what comes before."""
+    if count == 0:
+        return np.zeros(candidates.shape[1], dtype=np.int64)
+    last = ranked[count - 1]
+    better = candidates > last
+    lengths: Lengths = better.sum(axis=0)
+    equals = np.flatnonzero(candidates.ravel() == last)[: count - int(lengths.sum())]
+    return lengths + np.bincount(equals % candidates.shape[1], minlength=candidates.shape[1])
 
 
 def threshold(*, confidence: Probabilities, caps: Lengths, least: float) -> Lengths:

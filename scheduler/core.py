@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from scheduler.admit import parse_planner
 from scheduler.commit import commit_all
 from scheduler.config import SchedulerConfig, check_config
-from scheduler.drafting import DraftCall, Drafting, Proposal, check_answer
+from scheduler.drafting import Drafting
 from scheduler.errors import (
     BadParams,
     DeadlineExceeded,
@@ -30,6 +30,7 @@ from scheduler.errors import (
     revive,
 )
 from scheduler.live import Live, new_live
+from scheduler.proposals import DraftCall, Proposal, check_answer
 from scheduler.residency import Residency
 from scheduler.stats import Ledger, SchedulerStats, StepStats
 from scheduler.step import Outcome, PendingStep, Share, check_verdict, delta_of, extension_of, load_of

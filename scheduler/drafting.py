@@ -1,60 +1,33 @@
 """The drafting half of a step: who is asked for a draft and how wide, and how much of what came back is verified.
 
-Owns what is known of the drafter: acceptance estimates, the drift of its confidences, the outlook and the gate. Must not know
-blocks; a proposal's `cap` says how many of its tokens have room. A request's own planner stands beside the deployment's: what it
-fixes is verified whatever it costs, and the rest is weighed with that in the step.
+Owns when the gate is asked, the call under way and what became of it; what is known of the drafter is scheduler/belief.py's. Must
+not know blocks; a proposal's `cap` says how many of its tokens have room. A request's own planner stands beside the deployment's:
+what it fixes is verified whatever it costs, and the rest is weighed with that in the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.admit import Planner, Probabilities, Rule, Seconds, admit, parse_planner, survivals
-from scheduler.drift import ConfidenceDrift, DriftRow, class_index
-from scheduler.errors import DrafterLost
-from scheduler.estimates import AcceptanceEstimates
-from scheduler.gate import Choice, DraftGate, Prices
+from scheduler.admit import Planner, Probabilities, Rule, Seconds, admit, survivals
+from scheduler.belief import Belief, Judgement
+from scheduler.drift import DriftRow, class_index
+from scheduler.forecast import Prices
+from scheduler.gate import Choice, DraftGate
 from scheduler.live import Live
-from scheduler.outlook import Outlook
-from scheduler.pricing import Pricing, StepLoad
+from scheduler.pricing import Pricing, StepLoad, UsualRound
+from scheduler.proposals import DraftCall, Proposal
 from scheduler.throughput import CostCurve
-from scheduler.wire import Draft, DraftAsk, DrafterInfo
+from scheduler.wire import Draft, DrafterInfo
+from scheduler.wishes import fixed_width, may_draft, most_drafts, planner_of
 
-_USUAL_MEMORY = 0.05
 # A shut gate is asked again after so many steps, an open one after fewer, and at once when someone comes or goes: asking costs
 # a percent of a step.
 _ASK_AGAIN = 8
 _CHOOSE_AGAIN = 4
-
-_planner_named = lru_cache(maxsize=256)(parse_planner)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftCall:
-    """What to ask the drafter for; no asks means that nobody drafts this step."""
-
-    asks: tuple[DraftAsk, ...] = ()
-    width: int = 0
-
-
-@dataclass(slots=True)
-class Proposal:
-    """A draft that came back for `live`: at most `cap` of its tokens may be verified, `num_admitted` are."""
-
-    live: Live
-    draft: Draft
-    cap: int
-    probe: bool
-    num_admitted: int = 0
-
-    @property
-    def num_drafted(self) -> int:
-        return len(self.draft.token_ids)
 
 
 class Drafting:
@@ -72,10 +45,9 @@ class Drafting:
         self._last_drafted = np.zeros(max_live, dtype=np.int64)
         self._asked: dict[str, Live] = {}
         self._probe: Live | None = None
-        self._stated: Probabilities = np.zeros((0, 0))
-        self._believed: Probabilities = np.zeros((0, 0))
-        self._usual_width = info.width if info is not None else 0
-        self._usual_verified = 1.0
+        self._judgement: Judgement | None = None
+        self._usual = UsualRound(info.width if info is not None else 0)
+        self._num_rounds = 1
         self._kept: tuple[list[int], Choice, int] | None = None
         self._asleep_until = 0
         self._asleep: list[int] = []
@@ -104,7 +76,7 @@ class Drafting:
 
     @property
     def drift(self) -> tuple[DriftRow, ...]:
-        return self._drift.report() if self.info is not None else ()
+        return self._belief.drift if self.info is not None else ()
 
     def set_planner(self, planner: Planner) -> None:
         self.planner = planner
@@ -114,10 +86,8 @@ class Drafting:
     def connect(self, info: DrafterInfo) -> None:
         """The drafter is there, for the first time or again, perhaps another one."""
         if self.info != info:
-            self._estimates = AcceptanceEstimates(self._max_live, info.width)
-            self._drift = ConfidenceDrift(info.width)
-            self._outlook = Outlook(self._max_live, info.width)
-            self._gate = DraftGate(info.width, variable_width=info.variable_width)
+            self._belief = Belief(self._max_live, info.width)
+            self._gate = DraftGate(info.width, variable_width=info.variable_width, states=info.has_confidence)
             self._kept = None
         self.info = info
         self.alive = True
@@ -130,8 +100,7 @@ class Drafting:
     def welcome(self, live: Live, step: int) -> None:
         """`live` has just got its slot."""
         if self.info is not None:
-            self._estimates.reset(live.slot, class_index(live.request.text_class))
-            self._outlook.forget(live.slot)
+            self._belief.welcome(live.slot, class_index(live.request.text_class))
             self._kept, self._asleep_until = None, 0
         self._last_drafted[live.slot] = step
 
@@ -148,12 +117,13 @@ class Drafting:
             self.shut = False
             self.gate_state = "off"
             return self.call
+        assert self.info is not None
         decoding = [live for live in residents if live.decodes]
         running = [live.slot for live in decoding]
         if self.shut and step < self._asleep_until and running == self._asleep:
             return self.call
         self.shut = False
-        candidates = [live for live in decoding if self._may_draft(live, epoch)]
+        candidates = [live for live in decoding if may_draft(live, self.planner, self.info, epoch)]
         if candidates:
             load = StepLoad(len(decoding), backlog, _mean_context(decoding))
             self._ask(candidates, self._kept_or_new(candidates, load, step), step)
@@ -172,13 +142,12 @@ class Drafting:
         """Sets how many tokens of each are verified: first what planners fix, then what is weighed, with that in the step."""
         if not proposals:
             return
-        slots = _slots([p.live for p in proposals])
+        self._num_rounds = load.num_rounds
         caps = np.array([p.cap for p in proposals], dtype=np.int64)
-        self._stated = self._confidence(proposals)
-        self._believed = self._filled_in(self._drift.correct(self._stated, self._groups(proposals)), slots)
+        judgement = self._judge(proposals, caps)
         rows_of: dict[Planner, list[int]] = {}
         for row, proposal in enumerate(proposals):
-            rows_of.setdefault(self._planner_of(proposal.live), []).append(row)
+            rows_of.setdefault(planner_of(proposal.live, self.planner), []).append(row)
         more_tokens, more_emitted = 0, 0.0
         for planner in sorted(rows_of, key=lambda planner: (planner.adaptive, planner.rule)):
             rows = np.array(rows_of[planner])
@@ -186,43 +155,36 @@ class Drafting:
                 self.num_untrimmed += 1
             lengths = admit(
                 planner,
-                confidence=self._believed[rows] if planner.adaptive else self._filled_in(self._stated, slots)[rows],
+                confidence=(judgement.believed if planner.adaptive else judgement.filled)[rows],
                 caps=caps[rows],
                 num_sampling=load.num_rounds + more_emitted,
                 step_seconds=self._step_seconds(load, more_tokens, int(caps[rows].sum()) + 1),
-                outlook=self._expected(slots[rows], caps[rows], step) if planner.rule is Rule.AUTO else None,
+                outlook=self._belief.outlook(judgement, rows, caps[rows], step) if planner.rule is Rule.AUTO else None,
             )
             for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
                 # A probe that verified nothing would have found nothing. It was chosen before its tokens were drawn.
                 proposals[row].num_admitted = max(length, 1) if proposals[row].probe else length
             more_tokens += int(lengths.sum())
             if len(rows_of) > 1:
-                more_emitted += float(survivals(confidence=self._believed[rows], caps=lengths).sum())
-        self._outlook.remember(slots, step, np.cumprod(self._believed, axis=1, dtype=np.float64))
+                more_emitted += float(survivals(confidence=judgement.believed[rows], caps=lengths).sum())
+        self._judgement = judgement
+        self._belief.remember(judgement, np.array([p.num_drafted for p in proposals]), step)
 
     def observe(self, proposals: Sequence[Proposal], num_accepted: Sequence[int], step: int) -> None:
         """What the target accepted of each proposal."""
         if self.info is None:
             return
-        self._estimates.tick()
+        self._belief.pass_step()
         if not proposals:
             return
+        assert self._judgement is not None
         num_verified = np.array([p.num_admitted for p in proposals])
-        self._usual_verified += _USUAL_MEMORY * (float(num_verified.mean()) - self._usual_verified)
-        accepted = np.asarray(num_accepted)
-        self._estimates.observe(
-            slots=_slots([p.live for p in proposals]),
+        self._usual.observe(self._num_rounds, len(proposals), int(num_verified.sum()), sum(num_accepted))
+        self._belief.observe(
+            self._judgement,
             num_drafted=np.array([p.num_drafted for p in proposals]),
             num_verified=num_verified,
-            num_accepted=accepted,
-            confidence=np.where(np.isnan(self._stated), np.nan, self._believed),
-        )
-        self._drift.observe(
-            groups=self._groups(proposals),
-            stated=self._stated,
-            believed=self._believed,
-            num_verified=num_verified,
-            num_accepted=accepted,
+            num_accepted=np.asarray(num_accepted),
         )
         for proposal, count in zip(proposals, num_accepted, strict=True):
             if proposal.probe:
@@ -241,12 +203,8 @@ class Drafting:
             return False
         if self.prices.curve is None:
             return True
-        return self.prices.overlap_pays(
-            len(decoding),
-            width=self._usual_width,
-            tokens_each=1.0 + self._usual_verified,
-            context_len=_mean_context(decoding),
-        )
+        context_len = _mean_context(decoding)
+        return self.prices.overlap_pays(len(decoding), self._usual, context_len, or_plainly=self.planner.adaptive)
 
     def prefill_budget(self, decoding: Sequence[Live], *, most: int, longest_s: float) -> int:
         """Prompt tokens that may join the next step of these running answers, as far as the curve knows."""
@@ -255,40 +213,9 @@ class Drafting:
         load = StepLoad(len(decoding), 0, _mean_context(decoding))
         return self.prices.prefill_budget(most=most, longest_s=longest_s, draft_s=self._draft_s(), load=load)
 
-    def _planner_of(self, live: Live) -> Planner:
-        wish = live.request.speculation
-        return _planner_named(wish.planner) if wish is not None and wish.planner else self.planner
-
-    def _may_draft(self, live: Live, epoch: int) -> bool:
-        """More than one token is still to come, and its context is one that the drafter has, and can have."""
-        assert self.info is not None
-        able = live.num_remaining > 1 and live.epoch == epoch and live.num_computed <= self.info.max_len
-        return able and (live.request.speculation is None or self._cap(live) > 0)
-
-    def _cap(self, live: Live) -> int:
-        """Most drafted tokens that may be verified for it in a round; the last output token is the target's own."""
-        cap = live.num_remaining - 1
-        wish = live.request.speculation
-        if wish is None:
-            return cap
-        if self._planner_of(live).rule is Rule.OFF:
-            return 0
-        return cap if wish.max_draft_tokens is None else min(cap, wish.max_draft_tokens)
-
     def cap(self, live: Live) -> int:
-        """The same within the width that was asked for."""
-        return min(self._cap(live), self.call.width)
-
-    def _wanted(self, live: Live) -> int | None:
-        """The width that its planner fixes; None where the gate is to decide."""
-        assert self.info is not None
-        planner = self._planner_of(live)
-        if planner.adaptive and self.prices.curve is not None:
-            return None
-        width = self.info.width
-        if planner.rule is Rule.FIXED and self.info.variable_width:
-            width = min(width, int(planner.value))
-        return min(width, self._cap(live)) if self.info.variable_width else width
+        """Most drafted tokens that may be verified for it, within the width that was asked for."""
+        return min(most_drafts(live, self.planner), self.call.width)
 
     def _kept_or_new(self, candidates: Sequence[Live], load: StepLoad, step: int) -> Choice:
         """The last choice while it is fresh, nobody has come or gone, and no probe is due."""
@@ -305,30 +232,32 @@ class Drafting:
     def _choice(self, candidates: Sequence[Live], load: StepLoad, step: int) -> Choice:
         """Who of the candidates drafts: those whose planner says so, and of the others those that pay beside them."""
         assert self.info is not None
-        widths = [self._wanted(live) for live in candidates]
+        weighed = self.prices.curve is not None
+        widths = [fixed_width(live, self.planner, self.info, weighed=weighed) for live in candidates]
         fixed = np.array([row for row, width in enumerate(widths) if width is not None], dtype=np.int64)
-        fixed_width = max((width for width in widths if width is not None), default=0)
+        widest = max((width for width in widths if width is not None), default=0)
         if len(fixed) == len(candidates):
-            return Choice(fixed, fixed_width)
-        weighed = np.array([row for row, width in enumerate(widths) if width is None], dtype=np.int64)
-        slots = _slots([candidates[row] for row in weighed])
-        caps = np.array([self._cap(candidates[row]) for row in weighed])
-        verify_s = self.prices.verify_seconds(load, len(fixed) * fixed_width, len(weighed) * self.info.width + 1)
+            return Choice(fixed, widest)
+        free = np.array([row for row, width in enumerate(widths) if width is None], dtype=np.int64)
+        slots = _slots([candidates[row] for row in free])
+        caps = np.array([most_drafts(candidates[row], self.planner) for row in free])
+        verify_s = self.prices.verify_seconds(load, len(fixed) * widest, len(free) * self.info.width + 1)
         table = self.prices.draft_table(len(candidates), self.info.width, verify_s=float(verify_s[0]))
         choice = self._gate.choose(
             step=step,
-            survival=survivals(confidence=self._estimates.rates(slots), caps=caps),
+            survival=self._belief.usual(slots, caps),
+            spread=self._belief.spread,
             idle_steps=step - self._last_drafted[slots],
             prices=Prices(
                 num_sampling=load.num_rounds,
                 verify_seconds=verify_s + self.prices.host_s,
-                draft_seconds=_beside(table, len(fixed), fixed_width),
+                draft_seconds=_beside(table, len(fixed), widest),
                 looks_ahead=self.planner.rule is Rule.AUTO,
             ),
         )
-        probe = int(weighed[choice.probe]) if choice.probe >= 0 else choice.probe
-        rows = np.sort(np.concatenate((fixed, weighed[choice.rows])))
-        return Choice(rows, max(choice.width, fixed_width), probe=probe, shut=choice.shut and not len(fixed))
+        probe = int(free[choice.probe]) if choice.probe >= 0 else choice.probe
+        rows = np.sort(np.concatenate((fixed, free[choice.rows])))
+        return Choice(rows, max(choice.width, widest), probe=probe, shut=choice.shut and not len(fixed))
 
     def _ask(self, candidates: Sequence[Live], choice: Choice, step: int) -> None:
         assert self.info is not None
@@ -342,12 +271,17 @@ class Drafting:
             return
         width = choice.width
         if self.info.variable_width:
-            width = min(width, max(self._cap(live) for live in chosen))
+            width = min(width, max(most_drafts(live, self.planner) for live in chosen))
         for live in chosen:
             self._asked[live.request.request_id] = live
             self._last_drafted[live.slot] = step
-        self._usual_width = width
+        self._usual.width = width
         self.call = DraftCall(tuple(live.ask(with_tokens=self.info.needs_tokens) for live in chosen), width)
+
+    def _judge(self, proposals: Sequence[Proposal], caps: npt.NDArray[np.int64]) -> Judgement:
+        requests = [p.live.request for p in proposals]
+        groups = np.array([2 * class_index(r.text_class) + r.params.greedy for r in requests], dtype=np.int64)
+        return self._belief.judge(_slots([p.live for p in proposals]), groups, caps, self._confidence(proposals))
 
     def _confidence(self, proposals: Sequence[Proposal]) -> Probabilities:
         """[R, width] as the drafts state it; NaN past their ends, and where the drafter states none."""
@@ -357,19 +291,6 @@ class Drafting:
                 confidence[row, : proposal.num_drafted] = proposal.draft.confidence
         return confidence
 
-    def _filled_in(self, confidence: Probabilities, slots: npt.NDArray[np.int64]) -> Probabilities:
-        """With the running estimates where the drafter states nothing, or NaN."""
-        unsaid = np.isnan(confidence)
-        return np.where(unsaid, self._estimates.rates(slots), confidence) if unsaid.any() else confidence
-
-    def _groups(self, proposals: Sequence[Proposal]) -> npt.NDArray[np.int64]:
-        requests = [p.live.request for p in proposals]
-        return np.array([2 * class_index(r.text_class) + r.params.greedy for r in requests], dtype=np.int64)
-
-    def _expected(self, slots: npt.NDArray[np.int64], caps: npt.NDArray[np.int64], step: int) -> Probabilities:
-        usual = survivals(confidence=self._estimates.rates(slots), caps=caps)
-        return self._outlook.profile(slots, step, caps=caps, width=self.width, otherwise=usual)
-
     def _step_seconds(self, load: StepLoad, more_tokens: int, count: int) -> Seconds | None:
         if self.prices.curve is None:
             return None
@@ -377,19 +298,6 @@ class Drafting:
 
     def _draft_s(self) -> float:
         return self.prices.draft_s(len(self.call.asks), self.call.width)
-
-
-def check_answer(call: DraftCall, drafts: Sequence[Draft], vocab_size: int) -> None:
-    """Raises DrafterLost when the answer is not one draft per ask, in order, of ids that exist."""
-    if [d.request_id for d in drafts] != [a.request_id for a in call.asks]:
-        raise DrafterLost("the drafter answered other requests than it was asked")
-    if not drafts:
-        return
-    if max(len(d.token_ids) for d in drafts) > call.width:
-        raise DrafterLost("the drafter drafted more than it was asked")
-    token_ids = np.concatenate([d.token_ids for d in drafts])
-    if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
-        raise DrafterLost("the drafter drafted a token outside the target's vocabulary")
 
 
 def _beside(table: Seconds, num_fixed: int, fixed_width: int) -> Seconds:

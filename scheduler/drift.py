@@ -56,7 +56,8 @@ class ConfidenceDrift:
         clipped = np.clip(confidence, _EPS, 1.0 - _EPS)
         odds = clipped / (1.0 - clipped) * np.exp(self._shift[groups, : confidence.shape[1]])
         certain = (confidence <= 0.0) | (confidence >= 1.0)
-        return np.where(certain, confidence, odds / (1.0 + odds))
+        corrected = odds / (1.0 + odds)
+        return np.where(certain, confidence, corrected) if certain.any() else corrected
 
     def observe(
         self,
@@ -74,10 +75,8 @@ class ConfidenceDrift:
             return
         accepted = tried & (position < num_accepted[:, None])
         error = np.where(tried, accepted - np.nan_to_num(believed), 0.0)
-        gradient = np.zeros_like(self._shift)
-        weight = np.zeros_like(self._shift)
-        np.add.at(gradient, groups, error)
-        np.add.at(weight, groups, tried)
+        belongs = one_hot(groups, len(self._shift))
+        gradient, weight = belongs @ error, belongs @ tried
         step = _RATE * gradient / np.maximum(1.0, weight / _FULL_STEP)
         np.clip(self._shift + step, -_MOST, _MOST, out=self._shift)
         for sums, values in (
@@ -86,7 +85,7 @@ class ConfidenceDrift:
             (self._stated, np.where(tried, stated, 0.0)),
             (self._believed, np.where(tried, believed, 0.0)),
         ):
-            np.add.at(sums, groups, values)
+            sums += belongs @ values
 
     def report(self) -> tuple[DriftRow, ...]:
         """One row per text class that has been seen."""
@@ -101,3 +100,8 @@ class ConfidenceDrift:
             for index, name in enumerate(TEXT_CLASSES)
             if self._trials[2 * index : 2 * index + 2].any()
         )
+
+
+def one_hot(groups: npt.NDArray[np.int64], num_groups: int) -> Probabilities:
+    """[num_groups, R] whose product with values [R, W] adds them up by group."""
+    return (np.arange(num_groups)[:, None] == groups).astype(np.float64)

@@ -13,12 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.admit import Lengths, Probabilities
-from scheduler.drift import TEXT_CLASSES
+from scheduler.drift import TEXT_CLASSES, one_hot
 
 _PRIOR_TRIALS = 4.0
 _CLASS_PRIOR_TRIALS = 16.0
-_SHARED_MEMORY = 128.0
-_STEP_DECAY = 0.98
+# Long, for a gate that is shut learns little and must not have been shut by chance.
+_SHARED_MEMORY = 512.0
+# What a request showed fades with its own rounds, for texts change, and slowly with the steps that it sits out.
+_ROUND_DECAY = 0.98
+_STEP_DECAY = 0.99
+_SPREAD_MEMORY = 256.0
+# Nearly certain survivals say nothing of the spread, and an estimate that has not learned yet is certain.
+_UNCERTAIN = 0.02
 
 
 class AcceptanceEstimates:
@@ -40,7 +46,7 @@ class AcceptanceEstimates:
         self._class_of[slot] = text_class
 
     def tick(self) -> None:
-        """A step has passed: what a request showed counts a little less."""
+        """A step has passed: what requests showed counts a little less."""
         self._trials *= _STEP_DECAY
         self._hits *= _STEP_DECAY
 
@@ -73,15 +79,40 @@ class AcceptanceEstimates:
         np.cumprod(outcome[:, :-1], axis=1, out=reached[:, 1:])
         trials = reached * (verified | guessed)
         hits = trials * outcome
-        self._trials[slots] += trials
-        self._hits[slots] += hits
-        by_class = np.zeros_like(self._class_trials), np.zeros_like(self._class_hits)
-        np.add.at(by_class[0], self._class_of[slots], trials)
-        np.add.at(by_class[1], self._class_of[slots], hits)
-        self._class_trials, self._class_hits = _fading(self._class_trials, self._class_hits, *by_class)
+        self._trials[slots] = self._trials[slots] * (_ROUND_DECAY / _STEP_DECAY) + trials
+        self._hits[slots] = self._hits[slots] * (_ROUND_DECAY / _STEP_DECAY) + hits
+        belongs = one_hot(self._class_of[slots], len(TEXT_CLASSES))
+        self._class_trials, self._class_hits = _fading(
+            self._class_trials, self._class_hits, belongs @ trials, belongs @ hits
+        )
         self._all_trials, self._all_hits = _fading(
             self._all_trials, self._all_hits, trials.sum(axis=0), hits.sum(axis=0)
         )
+
+
+class Spread:
+    """How far drafts turn out from what was to be expected of them: the share of a survival's uncertainty, u (1 - u) around the
+    usual u, that the drafter's own confidences resolve. 0: they say nothing new; 1: they tell right from wrong.
+
+    What can be told apart can be chosen from: a draft that is poor on average is still worth making if one knows which of its
+    tokens are good. Without that the gate would price a drafter as if all drafts of a request were alike.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._resolved = np.zeros(width)
+        self._open = np.ones(width)
+
+    @property
+    def share(self) -> Probabilities:
+        """[width] by draft position, from 0 to 1."""
+        return np.minimum(1.0, self._resolved / np.maximum(self._open, _UNCERTAIN))
+
+    def observe(self, *, usual: Probabilities, survival: Probabilities, caps: Lengths) -> None:
+        """[R, width] survivals that were expected, and as they turned out; drafts end at caps."""
+        counts = (np.arange(usual.shape[1]) < caps[:, None]) & (np.abs(usual - 0.5) < 0.5 - _UNCERTAIN)
+        keep = (1.0 - 1.0 / _SPREAD_MEMORY) ** counts.sum(axis=0)
+        self._resolved = self._resolved * keep + np.where(counts, (survival - usual) ** 2, 0.0).sum(axis=0)
+        self._open = self._open * keep + np.where(counts, usual * (1.0 - usual), 0.0).sum(axis=0)
 
 
 def _fading(

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from scheduler.drafting import DraftCall
 from scheduler.errors import DrafterLost, VerifierLost
 from scheduler.ports import Drafter, Features, Verifier
+from scheduler.proposals import DraftCall
 from scheduler.wire import Draft, DrafterInfo, Plan, Verdict, VerifierInfo
 
 logger = logging.getLogger(__name__)

@@ -19,10 +19,10 @@ from typing import TypeVar
 
 from scheduler.config import SchedulerConfig
 from scheduler.core import PrefixScheduler
-from scheduler.drafting import DraftCall
 from scheduler.errors import InternalFault, ServingError, VerifierLost
 from scheduler.links import DrafterLink, VerifierLink
 from scheduler.ports import Drafter, Sink, Verifier
+from scheduler.proposals import DraftCall
 from scheduler.timing import StepSeconds, Timekeeper
 from scheduler.wire import Delta, Draft, Plan, Verdict
 

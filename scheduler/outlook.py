@@ -49,9 +49,13 @@ class Outlook:
         steps = self._steps[slots][:, places]
         known = (steps <= step - LAG) & (steps > step - _DEPTH)
         # newest first; what is missing comes last and is filled in
-        newest = np.argsort(~known, axis=1, kind="stable")[:, :num_samples]
-        rows = self._rows[slots[:, None], places[newest], :width].astype(np.float64)
+        newest = known.argmax(axis=1)[:, None] if num_samples == 1 else np.argsort(~known, axis=1, kind="stable")
+        newest = newest[:, :num_samples]
+        rows = self._rows[slots[:, None], places[newest], :width]
         have = np.take_along_axis(known, newest, axis=1)
-        rows = np.where(have[:, :, None], rows, otherwise[:, None, :])
-        rows *= np.arange(width) < caps[:, None, None]
-        return -np.sort(-rows.transpose(1, 0, 2).reshape(num_samples, -1), axis=1).mean(axis=0)
+        if not have.all():
+            rows = np.where(have[:, :, None], rows, otherwise[:, None, :].astype(np.float32))
+        if int(caps.min(initial=width)) < width:
+            rows = rows * (np.arange(width) < caps[:, None, None])
+        ranked = np.sort(rows.transpose(1, 0, 2).reshape(num_samples, -1), axis=1)[:, ::-1]
+        return ranked.mean(axis=0, dtype=np.float64)

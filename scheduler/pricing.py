@@ -5,6 +5,7 @@ Owns the refined curve and the running estimate of host seconds. Must not know r
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ from scheduler.stats import StepStats
 from scheduler.throughput import CostCurve
 
 _HOST_MEMORY = 0.05
+_USUAL_MEMORY = 0.05
 _MOST_HOST_S = 0.1
 # Two cohorts must promise to be so much sooner through, for each step has a cost of its own.
 _OVERLAP_PAYS = 0.95
@@ -34,6 +36,21 @@ class StepLoad:
     @property
     def num_tokens(self) -> int:
         return self.num_rounds + self.num_prefill
+
+
+@dataclass(slots=True)
+class UsualRound:
+    """What rounds of late were like, per running answer: the share that drafted, their width, drafts verified and accepted."""
+
+    width: int
+    drafting: float = 1.0
+    num_verified: float = 1.0
+    num_accepted: float = 1.0
+
+    def observe(self, num_rounds: int, num_drafting: int, num_verified: int, num_accepted: int) -> None:
+        self.drafting += _USUAL_MEMORY * (num_drafting / num_rounds - self.drafting)
+        self.num_verified += _USUAL_MEMORY * (num_verified / num_rounds - self.num_verified)
+        self.num_accepted += _USUAL_MEMORY * (num_accepted / num_rounds - self.num_accepted)
 
 
 class Pricing:
@@ -89,18 +106,24 @@ class Pricing:
         assert self.curve is not None
         return self.curve.draft_seconds(num_requests, width)
 
-    def overlap_pays(self, num_requests: int, *, width: int, tokens_each: float, context_len: float) -> bool:
-        """Whether two halves, one drafting while the other is verified, are through sooner than all in one step.
+    def overlap_pays(self, num_requests: int, usual: UsualRound, context_len: float, *, or_plainly: bool) -> bool:
+        """Whether two halves, one drafting while the other is verified, emit more than all in one step.
 
-        They are where verifying costs by the token; where it costs the same for half as many, they are not.
+        They do where drafting takes longer than what a step costs whoever is in it; where a step costs the same for half as
+        many, they do not. or_plainly: nobody has to draft, so they must emit more than plain decoding too.
         """
+        assert self.curve is not None
+        curve = self.curve
 
         def seconds(count: int) -> tuple[float, float]:
-            assert self.curve is not None
-            verify_s = self.curve.verify_seconds(round(count * tokens_each), 1, context_len)[0]
-            return self.curve.draft_seconds(count, width), float(verify_s)
+            verify_s = curve.verify_seconds(round(count * (1.0 + usual.num_verified)), 1, context_len)[0]
+            return curve.draft_seconds(math.ceil(count * usual.drafting), usual.width), float(verify_s)
 
-        return 2 * max(seconds((num_requests + 1) // 2)) < _OVERLAP_PAYS * sum(seconds(num_requests))
+        halves_s = 2 * (max(seconds((num_requests + 1) // 2)) + self.host_s)
+        whole_s = sum(seconds(num_requests)) + self.host_s
+        plain_s = float(curve.verify_seconds(num_requests, 1, context_len)[0]) + self.host_s
+        otherwise_s = min(whole_s, plain_s * (1.0 + usual.num_accepted)) if or_plainly else whole_s
+        return halves_s < _OVERLAP_PAYS * otherwise_s
 
     def prefill_budget(self, *, most: int, longest_s: float, draft_s: float, load: StepLoad) -> int:
         """Prompt tokens that may join a step so that it takes at most longest_s."""

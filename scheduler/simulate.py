@@ -1,7 +1,7 @@
 """The real scheduler on a simulated machine: a virtual clock, a cost law instead of models, acceptance traces instead of text.
 
-Owns the order of the verbs (that of scheduler/loop.py) and the virtual clock. A step takes what the law says; nothing sleeps, so
-minutes of serving take seconds, and every planner meets the same requests.
+Owns the order of the verbs (that of scheduler/loop.py, two cohorts in flight included) and the virtual clock. A step takes what
+the law says; nothing sleeps, so minutes of serving take seconds, and every planner meets the same requests.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from scheduler.errors import Rejected, SettingsError
 from scheduler.simulate_load import Load
 from scheduler.simulate_report import Outcome, Recorder
 from scheduler.simulate_traces import Traces
-from scheduler.simulate_workers import PLAIN, STOP, SimulatedDrafter, SimulatedTarget, exact_curve, measured_curve
+from scheduler.simulate_workers import PROMPT, STOP, SimulatedDrafter, SimulatedTarget, exact_curve, measured_curve
 from scheduler.throughput import CostCurve
-from scheduler.wire import Request, SamplingParams, Speculation
+from scheduler.wire import Draft, Plan, Request, SamplingParams, Speculation, Verdict
 
 _OPEN_LOOP_LIVE = 256
 
@@ -51,7 +51,8 @@ class Jump:
 class Machine:
     """What is simulated. knowledge: the curve that the scheduler is given: `measured` as at a server's start, `exact`, `none`, or
     a curve itself; believed: the law that it was measured by, where that is not the true one. speculation: what requests ask for
-    themselves, by request number modulo its length. text_classes: requests say what kind of text theirs is."""
+    themselves, by request number modulo its length. text_classes: requests say what kind of text theirs is. pipeline_depth: 2
+    gives the drafter a device of its own, and one cohort drafts while the other is verified, where that pays."""
 
     law: CostLaw
     noise: Noise = Noise()
@@ -61,6 +62,7 @@ class Machine:
     jumps: tuple[Jump, ...] = ()
     speculation: tuple[Speculation | None, ...] = ()
     text_classes: bool = True
+    pipeline_depth: int = 1
     check_integrity: bool = False
 
 
@@ -74,6 +76,18 @@ class Window:
     @property
     def end_s(self) -> float:
         return self.warm_s + self.counted_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that is being verified, until `ends_s`."""
+
+    verdicts: list[Verdict]
+    ends_s: float
+    draft_s: float
+    verify_s: float
+    host_s: float
+    plan_wall_s: float
 
 
 class Simulation:
@@ -95,10 +109,15 @@ class Simulation:
             prefill_chunk=machine.law.prefill_chunk,
             prefix_cache=False,
             default_timeout_s=0.0,
+            pipeline_depth=machine.pipeline_depth,
         )
         self.core = PrefixScheduler(config, self._target.info, self._drafter.info, self._curve(config))
         self._recorder = Recorder()
         self._num_steps = 0
+        self._cohort = 0
+        self._flight: _Flight | None = None
+        self._absorbing_s = 0.0
+        self._num_overlapped = 0
 
     def run(self, window: Window) -> Outcome:
         began = time.perf_counter()
@@ -114,38 +133,94 @@ class Simulation:
             law=self.machine.law.name,
             seconds=self.now - window.warm_s,
             wall_s=time.perf_counter() - began,
+            overlapped=self._num_overlapped / max(1, self._num_steps),
         )
 
     def _step(self) -> None:
-        """draft -> plan -> verify -> apply."""
-        core, law = self.core, self.machine.law
-        self._num_steps += 1
-        core.expire(self._scheduler_now)
+        """draft -> plan -> verify -> apply, or half of two such steps that overlap."""
+        if self.machine.pipeline_depth > 1 and self.core.overlap_pays():
+            self._overlapped_step()
+            return
+        self._land()
+        if self.core.has_work:
+            self._whole_step()
+
+    def _whole_step(self) -> None:
+        self.core.expire(self._scheduler_now)
+        drafts, draft_s, wall_s = self._draft(None)
+        flight = self._fly(drafts, draft_s, wall_s, self._scheduler_now + draft_s, None)
+        assert flight is not None
+        self.now += draft_s
+        self._flight = flight
+        self._land()
+
+    def _overlapped_step(self) -> None:
+        """One cohort drafts while the other one's step is verified and applied; then it is planned and sent off."""
+        self._cohort = 1 - self._cohort
+        began_s = self.now
+        drafts, draft_s, wall_s = self._draft(self._cohort)
+        self._land()
+        self.now = max(self.now, began_s + draft_s)
+        self.core.expire(self._scheduler_now)
+        self._flight = self._fly(drafts, draft_s, wall_s, self._scheduler_now, self._cohort)
+        self._num_overlapped += 1
+        if self._flight is None:
+            self.core.drop_plan()
+            if self.core.has_work:
+                self._whole_step()  # everyone belongs to the other cohort, or has just come
+
+    def _draft(self, cohort: int | None) -> tuple[list[Draft], float, float]:
+        """The drafts, the seconds they take, and the real seconds of choosing who drafts."""
+        core = self.core
         began = time.perf_counter()
-        call = core.choose_drafts()
-        chosen_wall_s = time.perf_counter() - began
+        call = core.choose_drafts(cohort)
+        wall_s = time.perf_counter() - began
         drafts = self._drafter.drafts(call.asks, call.width)
         if call.asks:
             core.check_drafts(call, drafts)
-        draft_s = self._unsteady(self._drafter.seconds(len(call.asks), call.width))
+        draft_s = self._unsteady(self._drafter.seconds(len(call.asks), call.width)) + self._absorbing_s
+        self._absorbing_s = 0.0
+        return drafts, draft_s, wall_s
+
+    def _fly(
+        self, drafts: list[Draft], draft_s: float, wall_s: float, now: float, cohort: int | None
+    ) -> _Flight | None:
+        """Plans the step and sends it off; None when there is nothing in it."""
         began = time.perf_counter()
-        plan = core.plan(drafts, self._scheduler_now + draft_s)
-        plan_wall_s = chosen_wall_s + time.perf_counter() - began
+        plan = self.core.plan(drafts, now, cohort)
+        wall_s += time.perf_counter() - began
+        if not plan.extensions:
+            return None
         verdicts = self._target.answer(plan)
         verify_s = self._unsteady(self._target.seconds(plan))
-        host_s = law.host_s(len(plan.extensions))
-        if plan.capture:
-            num_rows = sum(len(e.token_ids) - e.num_draft for e in plan.extensions)
-            draft_s += law.absorb_token_s * (num_rows + sum(v.num_accepted for v in verdicts))
-        self.now += draft_s + verify_s + host_s
-        deltas = core.apply(verdicts)
-        self._report(draft=draft_s, verify=verify_s, plan=0.7 * host_s, apply=0.3 * host_s)
+        self._absorbing_s += self._absorb_s(plan, verdicts)
+        host_s = self.machine.law.host_s(len(plan.extensions))
+        ends_s = self.now + (draft_s if cohort is None else 0.0) + verify_s
+        return _Flight(verdicts, ends_s, draft_s, verify_s, host_s, wall_s)
+
+    def _land(self) -> None:
+        """Waits for the step in flight, if any, and applies it."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        core = self.core
+        self._num_steps += 1
+        self.now = max(self.now, flight.ends_s) + flight.host_s
+        deltas = core.apply(flight.verdicts)
+        self._report(draft=flight.draft_s, verify=flight.verify_s, plan=0.7 * flight.host_s, apply=0.3 * flight.host_s)
         assert core.last_step is not None
-        timed = dataclasses.replace(core.last_step, draft_s=draft_s, verify_s=verify_s)
-        self._recorder.step(self.now, timed, core.drafting.gate_state, deltas, plan_wall_s)
+        timed = dataclasses.replace(core.last_step, draft_s=flight.draft_s, verify_s=flight.verify_s)
+        self._recorder.step(self.now, timed, core.drafting.gate_state, deltas, flight.plan_wall_s)
         for delta in deltas:
             if delta.finish_reason is not None:
                 self._leave(int(delta.request_id))
+
+    def _absorb_s(self, plan: Plan, verdicts: list[Verdict]) -> float:
+        """Seconds that the drafter needs for the context that this step adds, before it drafts again."""
+        if not plan.capture:
+            return 0.0
+        num_rows = sum(len(e.token_ids) - e.num_draft for e in plan.extensions) + sum(v.num_accepted for v in verdicts)
+        return self.machine.law.absorb_token_s * num_rows
 
     @property
     def _scheduler_now(self) -> float:
@@ -170,12 +245,12 @@ class Simulation:
             asked = self.machine.speculation
             request = Request(
                 name,
-                (PLAIN,) * shape.num_prompt,
+                (PROMPT,) * shape.num_prompt,
                 SamplingParams(temperature=0.0, max_tokens=self._traces.max_output, stop_ids=(STOP,)),
                 speculation=asked[index % len(asked)] if asked else None,
                 text_class=shape.kind if self.machine.text_classes else "",
             )
-            self._target.stops_at[name] = shape.num_output
+            self._target.welcome(name, shape.num_output)
             self._recorder.arrived(name, shape.kind, self.now)
             try:
                 self.core.add(request, self._scheduler_now)

@@ -45,7 +45,8 @@ class Outcome:
     the target's own counted. budget: drafts verified per round; budget_by_load: the same by requests decoding (upper edges,
     powers of 2). gate: share of the steps in each state. longest_wait: most steps that an answer once begun had to wait for a
     token (1 is none). prediction: seconds predicted over seconds measured, draft and verify, where predicted. plan_wall_s: real
-    seconds of planning a step here, median. history: every counted step.
+    seconds of planning a step here, median. overlapped: share of the steps in which one cohort drafted while another was
+    verified. history: every counted step.
     """
 
     planner: str
@@ -71,6 +72,7 @@ class Outcome:
     longest_wait: int
     prediction: float | None
     plan_wall_s: float
+    overlapped: float
     tokens_by_kind: dict[str, int]
     history: tuple[Step, ...] = field(repr=False, default=())
 
@@ -100,6 +102,7 @@ class Outcome:
             "seconds": round(self.seconds, 3),
             "wall_s": round(self.wall_s, 2),
             "plan_wall_ms": round(1000 * self.plan_wall_s, 3),
+            "overlapped": round(self.overlapped, 4),
             "tokens_by_kind": self.tokens_by_kind,
         }
 
@@ -170,7 +173,7 @@ class Recorder:
             if counts and answer.num_tokens > 1:
                 self._tpot_s.append((answer.last_s - answer.first_s) / (answer.num_tokens - 1))
 
-    def outcome(self, *, planner: str, law: str, seconds: float, wall_s: float) -> Outcome:
+    def outcome(self, *, planner: str, law: str, seconds: float, wall_s: float, overlapped: float = 0.0) -> Outcome:
         steps = self._steps
         num_rounds = sum(step.num_rounds for step in steps)
         num_verified = sum(step.num_verified for step in steps)
@@ -200,6 +203,7 @@ class Recorder:
             longest_wait=self._longest_wait,
             prediction=self._predicted_s / self._measured_s if self._measured_s else None,
             plan_wall_s=statistics.median(self._plan_wall_s) if self._plan_wall_s else 0.0,
+            overlapped=overlapped,
             tokens_by_kind=dict(sorted(self._tokens_by_kind.items())),
             history=tuple(steps),
         )

@@ -121,6 +121,7 @@ WORKLOADS: dict[str, Workload] = {
     "chat": Workload(((CHAT, 1.0),)),
     "weak": Workload(_WEAK),
     "weak-chat": Workload((_WEAK[2],)),
+    "average": Workload(((TextClass("", 0.75), 1.0),)),
     "hard-and-easy": Workload(((replace(MATH, rate=0.97), 0.5), (replace(CHAT, rate=0.08), 0.5))),
     "overconfident": Workload(_THIRDS, Belief(scale=1.5, bias=1.5)),
     "underconfident": Workload(_THIRDS, Belief(scale=0.6, bias=-1.0)),

@@ -1,6 +1,7 @@
 """A target and a drafter that play acceptance traces and know what each call takes, behind the ports that real ones have.
 
-Owns what a simulated machine answers and how long that takes it, and what its cost curve is. Must not know time or planners.
+Owns what a simulated machine answers and how long that takes it, and what its cost curve is. Must not know time or planners. The
+token at an output position is a function of request and position, so that texts can be compared.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from scheduler.curves import CostLaw, StepWork
 from scheduler.errors import BadParams
@@ -19,8 +21,8 @@ from scheduler.wire import Draft, DraftAsk, DrafterInfo, Extension, Grammar, Pla
 
 _T = TypeVar("_T")
 
-PLAIN, DRAFTED, STOP = 0, 1, 2
-_VOCABULARY = 3
+PROMPT, STOP = 0, 1
+_FIRST_WORD, _NUM_WORDS = 2, 61
 # As the verifier measures: rows are spread over requests of up to 8, as drafts are.
 _ROWS_PER_REQUEST = 8
 _BLOCK_SIZE = 128
@@ -28,7 +30,7 @@ _EXACT_TOKENS = 4096
 
 
 class SimulatedTarget:
-    """scheduler.ports.Verifier. Accepts what the drafter's traces say; stops each request after its own length."""
+    """scheduler.ports.Verifier. Goes on with its own text, and accepts drafts as far as they are that text."""
 
     def __init__(self, law: CostLaw, *, max_live: int, max_request_tokens: int) -> None:
         blocks = max_live * math.ceil((max_request_tokens + 1) / _BLOCK_SIZE) + 1
@@ -37,26 +39,40 @@ class SimulatedTarget:
             num_blocks=blocks,
             block_size=_BLOCK_SIZE,
             max_model_len=max_request_tokens + 1,
-            vocab_size=_VOCABULARY,
+            vocab_size=_FIRST_WORD + _NUM_WORDS,
             target_layer_ids=(0,),
             device="simulated",
             dtype="none",
             fingerprint=law.name,
             kv_bytes_per_token=0,
         )
-        self.num_right: dict[str, int] = {}
-        self.stops_at: dict[str, int] = {}
+        self._stops_at: dict[str, int] = {}
 
     @property
     def info(self) -> VerifierInfo:
         return self._info
 
+    def welcome(self, request_id: str, num_output: int) -> None:
+        """The request will stop after so many tokens."""
+        self._stops_at[request_id] = num_output
+
     def forget(self, request_id: str) -> None:
-        self.num_right.pop(request_id, None)
-        del self.stops_at[request_id]
+        del self._stops_at[request_id]
+
+    def text(self, request_ids: Sequence[str], positions: Sequence[int], count: int) -> npt.NDArray[np.int32]:
+        """[n, count] what each request's text says from that output position on."""
+        numbers = np.array([int(name) for name in request_ids])[:, None]
+        where = np.asarray(positions)[:, None] + np.arange(count)
+        words = _FIRST_WORD + (7919 * numbers + where * where + 31 * where) % _NUM_WORDS
+        ends = np.array([self._stops_at[name] for name in request_ids])[:, None] - 1
+        return np.where(where == ends, STOP, words).astype(np.int32)
 
     def answer(self, plan: Plan) -> list[Verdict]:
-        return [self._verdict(extension) for extension in plan.extensions]
+        if not plan.extensions:
+            return []
+        longest = 1 + max(e.num_draft for e in plan.extensions)
+        text = self.text([e.request_id for e in plan.extensions], [e.output_index for e in plan.extensions], longest)
+        return [_verdict(extension, row) for extension, row in zip(plan.extensions, text, strict=True)]
 
     def seconds(self, plan: Plan) -> float:
         return self._law.verify_s(work_of(plan))
@@ -75,14 +91,6 @@ class SimulatedTarget:
 
     async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
         return [[self._law.verify_s(_measured_work(n, context)) for n in num_tokens] for context in context_lens]
-
-    def _verdict(self, e: Extension) -> Verdict:
-        if not e.samples:
-            return Verdict(e.request_id, 0, ())
-        accepted = min(self.num_right[e.request_id], e.num_draft) if e.num_draft else 0
-        accepted_ids = tuple(e.token_ids[len(e.token_ids) - e.num_draft :][:accepted].tolist()) if accepted else ()
-        own = STOP if e.output_index + accepted + 1 == self.stops_at[e.request_id] else PLAIN
-        return Verdict(e.request_id, accepted, (*accepted_ids, own))
 
 
 class SimulatedDrafter:
@@ -112,10 +120,9 @@ class SimulatedDrafter:
         names = [ask.request_id for ask in asks]
         positions = [ask.output_index for ask in asks]
         confidence, num_right = self._traces.draft([int(name) for name in names], positions, width)
-        self._target.num_right.update(zip(names, num_right.tolist(), strict=True))
-        ends = np.array([self._target.stops_at[name] for name in names]) - 1
-        where = np.array(positions)[:, None] + np.arange(width)
-        token_ids = np.where(where == ends[:, None], STOP, DRAFTED).astype(np.int32)
+        token_ids = self._target.text(names, positions, width)
+        wrong = np.flatnonzero(num_right < width)
+        token_ids[wrong, num_right[wrong]] = PROMPT
         rows = confidence if confidence is not None else [None] * len(names)
         return [Draft(name, ids, row) for name, ids, row in zip(names, token_ids, rows, strict=True)]
 
@@ -133,6 +140,15 @@ class SimulatedDrafter:
 
     async def measure(self, num_requests: Sequence[int], widths: Sequence[int]) -> list[list[float]]:
         return [[self._law.draft_s(requests, width) for width in widths] for requests in num_requests]
+
+
+def _verdict(e: Extension, text: npt.NDArray[np.int32]) -> Verdict:
+    if not e.samples:
+        return Verdict(e.request_id, 0, ())
+    drafted = e.token_ids[len(e.token_ids) - e.num_draft :]
+    wrong = np.flatnonzero(drafted != text[: e.num_draft])
+    accepted = int(wrong[0]) if len(wrong) else e.num_draft
+    return Verdict(e.request_id, accepted, tuple(text[: accepted + 1].tolist()))
 
 
 def work_of(plan: Plan) -> StepWork:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler.drafting import Proposal
 from scheduler.errors import InternalFault, ServingError
 from scheduler.live import Live
 from scheduler.pricing import StepLoad
+from scheduler.proposals import Proposal
 from scheduler.wire import Delta, Extension, FinishReason, Plan, TokenLogprob, Verdict
 
 

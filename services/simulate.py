@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,15 @@ from scheduler.curves import LAWS, find_law, scaled
 from scheduler.errors import SettingsError
 from scheduler.simulate import Machine, Noise, Simulation, Window, window_of
 from scheduler.simulate_load import Clients, Load, parse_load
+from scheduler.simulate_planning import PlanningCost, planning_cost
 from scheduler.simulate_report import Outcome, Step, is_fixed, regrets
 from scheduler.simulate_traces import WORKLOADS, find_traces
 from services.bench.pictures import Point, Ramp, draw
 
 _KNOWLEDGE = ("measured", "exact", "none")
 _ANSWERS = 400
+_MOST_PLANNED = 16384
+_PARTS = tuple(field.name for field in fields(PlanningCost) if field.name != "num_requests")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class Study:
     width: int = 7
     seconds: float = 0.0
     seed: int = 0
+    pipeline_depth: int = 1
 
     def check(self) -> None:
         """Raises SettingsError for what cannot be simulated, before anything is."""
@@ -61,6 +65,8 @@ class Study:
             raise SettingsError(f"--outliers {self.outliers}: use a share from 0 to 1")
         if not 1 <= self.width <= 64:
             raise SettingsError(f"--width {self.width}: use 1 to 64 tokens per draft")
+        if self.pipeline_depth not in (1, 2):
+            raise SettingsError(f"--pipeline-depth {self.pipeline_depth}: use 1 or 2")
         if not self.seconds >= 0.0:
             raise SettingsError(f"--seconds {self.seconds}: use a positive number, or 0 to derive it")
 
@@ -68,7 +74,7 @@ class Study:
         law = find_law(self.curve)
         noise = Noise(self.noise, self.outliers)
         believed = scaled(law, verify=self.curve_error) if self.curve_error != 1.0 else None
-        return Machine(law, noise, self.known, believed=believed)
+        return Machine(law, noise, self.known, believed=believed, pipeline_depth=self.pipeline_depth)
 
     def load(self, text: str, machine: Machine) -> tuple[Load, Window]:
         load = parse_load(text, seconds=1.0, seed=self.seed)
@@ -123,6 +129,12 @@ def add_simulate(commands: Any) -> None:
     command.add_argument("--width", type=int, default=default.width, help="tokens per draft (default %(default)s)")
     command.add_argument("--seconds", type=float, default=0.0, help="virtual seconds counted; 0 derives them")
     command.add_argument("--seed", type=int, default=0)
+    command.add_argument(
+        "--pipeline-depth", type=int, default=1, help="2: the drafter has a device of its own (default %(default)s)"
+    )
+    command.add_argument(
+        "--planning", metavar="256,4096", help="only time the planning of so many live requests, in real seconds"
+    )
     command.add_argument("--plot", metavar="FILE.png", help="draw speed, throughput, verify budget and regret")
 
 
@@ -139,8 +151,37 @@ def _simulate(args: argparse.Namespace) -> None:
         width=args.width,
         seconds=args.seconds,
         seed=args.seed,
+        pipeline_depth=args.pipeline_depth,
     )
-    simulate(study, plot=args.plot)
+    if args.planning is not None:
+        time_planning(study, args.planning)
+    else:
+        simulate(study, plot=args.plot)
+
+
+def time_planning(study: Study, sizes: str) -> None:
+    """A table and a JSON line: what the adaptive planners of the study take to decide a step."""
+    counts = [int(size) if size.isascii() and size.isdigit() else 0 for size in sizes.split(",")]
+    if not all(1 <= count <= _MOST_PLANNED for count in counts):
+        raise SettingsError(f"--planning {sizes!r}: write numbers of live requests, 1 to {_MOST_PLANNED} (256,4096)")
+    study.check()
+    law = find_law(study.curve)
+    planners = [p for p in study.planners if parse_planner(p).adaptive]
+    costs = [(planner, planning_cost(law, planner, count)) for planner in planners for count in counts]
+    print(_planning_row(("planner", "live", "plan", *_PARTS)))
+    for planner, cost in costs:
+        milliseconds = (f"{1000 * seconds:.3f}" for seconds in (cost.plan, *(getattr(cost, part) for part in _PARTS)))
+        print(_planning_row((planner, cost.num_requests, *milliseconds)))
+    print(
+        "ms, the least of several: plan is judge (rates, calibration, survivals), price (the curve at every size), outlook\n"
+        "and admit; choose (who drafts) is kept for some steps; remember and observe are for later steps"
+    )
+    rows = [{"planner": planner, "plan_s": cost.plan, **asdict(cost)} for planner, cost in costs]
+    print(json.dumps({"planning": study.curve, "rows": rows}))
+
+
+def _planning_row(values: Sequence[object]) -> str:
+    return f"{values[0]!s:<12}" + "".join(f"{value!s:>10}" for value in values[1:])
 
 
 def simulate(study: Study, *, plot: str | None) -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from scheduler.actor import SchedulerActor
 from scheduler.config import SchedulerConfig
-from scheduler.drafting import DraftCall
 from scheduler.errors import (
     BadParams,
     DrafterLost,
@@ -26,6 +25,7 @@ from scheduler.errors import (
     VerifierLost,
 )
 from scheduler.links import DrafterLink, VerifierLink
+from scheduler.proposals import DraftCall
 from scheduler.stats import SchedulerStats
 from scheduler.wire import Delta, FinishReason, Plan, Request, SamplingParams, Verdict
 from tests.unit.scheduler_toys import Committed, ToyDrafter, ToyVerifier, always, never, plain

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -364,27 +363,3 @@ def test_a_wrong_planner_is_refused_with_the_choices(text: str) -> None:
         parse_planner(text)
     with pytest.raises(SettingsError):
         parse_planner("threshold:nan")
-
-
-@pytest.mark.parametrize("planner", ["auto", "algorithm1"])
-@pytest.mark.parametrize(("num_requests", "limit_s"), [(256, 0.3e-3), (4096, 3e-3)])
-def test_planning_is_fast(planner: str, num_requests: int, limit_s: float) -> None:
-    """Issue 4: 256 requests under 0.3 ms, 4,096 under 3 ms; the best of many, with room for a slower machine."""
-    rng = np.random.default_rng(0)
-    confidence = rng.random((num_requests, 7))
-    caps = np.full(num_requests, 7)
-    outlook = -np.sort(-survivals(confidence=confidence, caps=caps).ravel())
-    seconds = np.linspace(1.0, 1.5, num_requests * 7 + 1)
-    times = []
-    for _ in range(30):
-        begin = time.perf_counter()
-        admit(
-            parse_planner(planner),
-            confidence=confidence,
-            caps=caps,
-            num_sampling=num_requests,
-            step_seconds=seconds,
-            outlook=outlook,
-        )
-        times.append(time.perf_counter() - begin)
-    assert min(times) < 3 * limit_s, f"{1e3 * min(times):.2f} ms"

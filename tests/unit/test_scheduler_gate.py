@@ -9,7 +9,8 @@ import pytest
 
 from scheduler.admit import algorithm1, survivals
 from scheduler.estimates import AcceptanceEstimates
-from scheduler.gate import PROBE_SHARE, Choice, DraftGate, Prices
+from scheduler.forecast import Prices
+from scheduler.gate import PROBE_SHARE, Choice, DraftGate
 from scheduler.throughput import CostCurve, CurvePoints
 
 WIDTH = 7

@@ -32,6 +32,19 @@ def test_it_prints_a_table_and_ends_in_one_json_line_and_draws(tmp_path, capsys)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_it_times_planning_by_part_for_planners_that_weigh(capsys):
+    assert main(["simulate", "--planning", "3,40", "--planners", "off,algorithm1,auto"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = json.loads(lines[-1])["rows"]
+    assert [(row["planner"], row["num_requests"]) for row in rows] == [
+        (planner, count) for planner in ("algorithm1", "auto") for count in (3, 40)
+    ]
+    for row in rows:
+        parts = ("judge", "price", "outlook", "admit")
+        assert row["plan_s"] == pytest.approx(sum(row[part] for part in parts)) and min(row[p] for p in parts) > 0.0
+    assert len(lines[0].split()) == len(lines[1].split()) == 10
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
@@ -48,6 +61,9 @@ def test_it_prints_a_table_and_ends_in_one_json_line_and_draws(tmp_path, capsys)
         ("--noise", "nan", "--noise nan"),
         ("--width", "0", "--width 0"),
         ("--seconds", "-1", "--seconds -1.0"),
+        ("--pipeline-depth", "3", "--pipeline-depth 3: use 1 or 2"),
+        ("--planning", "many", "--planning 'many': write numbers of live requests"),
+        ("--planning", "0", "--planning '0'"),
     ],
 )
 def test_a_wrong_flag_is_one_line_that_names_it(flag, value, message, capsys):
