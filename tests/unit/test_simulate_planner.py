@@ -14,7 +14,7 @@ from scheduler.curves import CostLaw, cpu, gpu, scaled
 from scheduler.simulate import Jump, Machine, Noise, Simulation, Window, window_of
 from scheduler.simulate_load import Clients, Poisson
 from scheduler.simulate_report import Outcome, regrets
-from scheduler.simulate_traces import WORKLOADS, SyntheticTraces
+from scheduler.simulate_traces import WORKLOADS, SyntheticTraces, TextClass, Workload
 from scheduler.wire import Speculation
 
 PLANNER = "auto"
@@ -153,6 +153,41 @@ def test_without_a_curve_nothing_is_trimmed(law):
 @pytest.mark.parametrize("law", ["cpu", "gpu"])
 def test_a_curve_that_is_wrong_by_a_factor_of_two_is_found_out(law, error):
     assert against(PLANNER, law, "mixed", 8, believed=scaled(LAWS[law](), verify=error)) > 0.93
+
+
+@pytest.mark.parametrize("error", [0.1, 10.0])
+def test_a_curve_that_is_wrong_by_a_factor_of_ten_is_found_out_too(error):
+    """Within some hundred steps; until then it drafts too much or too little."""
+    machine = Machine(cpu(), believed=scaled(cpu(), verify=error))
+    late = replace(window(machine, 8, 4000), warm_s=6.0)
+    ours = simulate(machine, PLANNER, "mixed", 8, late)
+    assert ours.tokens_per_s / undisturbed("cpu", PLANNER, "mixed", 8, 4000).tokens_per_s > 0.93
+    assert ours.prediction == pytest.approx(1.0, abs=0.2)
+
+
+def test_a_machine_whose_steps_do_not_grow_with_their_size_is_priced_as_well_as_can_be():
+    law = replace(cpu(), verify_s=lambda work: cpu().verify_s(work) * (1.0 + 0.25 * (work.num_tokens % 8 == 5)))
+    machine = Machine(law)
+    outcomes = {p: simulate(machine, p, "mixed", 4, window(machine, 4, 4000)) for p in (*FEW, PLANNER)}
+    assert regrets(outcomes)[PLANNER] > 0.97
+
+
+def test_all_may_end_in_one_step_again_and_again():
+    workload = Workload(((TextClass("code", 0.9, 4, 1e9), 1.0),))
+    machine = Machine(cpu(), check_integrity=True, pipeline_depth=2)
+    traces = SyntheticTraces(workload, max_output=6)
+    outcome = Simulation(machine, PLANNER, traces, Clients([(0.0, 12)])).run(Window(0.0, 2.0))
+    assert outcome.num_answers > 60 and outcome.num_tokens >= 6 * outcome.num_answers
+
+
+def test_long_prompts_beside_running_answers_do_not_make_drafts_look_cheap():
+    workload = Workload(((TextClass("chat", 0.33, 900, 60), 1.0),))
+    machine = Machine(cpu())
+    outcomes = {
+        p: Simulation(machine, p, SyntheticTraces(workload), Clients([(0.0, 8)])).run(Window(4.0, 12.0))
+        for p in ("off", PLANNER)
+    }
+    assert outcomes[PLANNER].tokens_per_s > 0.96 * outcomes["off"].tokens_per_s
 
 
 def test_noise_and_outliers_do_not_lead_it_astray():
