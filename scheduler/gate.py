@@ -20,8 +20,8 @@ from scheduler.forecast import Forecast, Prices
 PROBE_SHARE = 0.005
 # Curve and estimates err by some percent; a gain within their error is as often a loss. Estimates of who drafts are fresh, so
 # what is open stays open for less than what would open it.
-_OPENS = 1.05
-_STAYS_OPEN = 1.02
+_OPENS = 1.03
+_STAYS_OPEN = 1.01
 _LONGEST_STRETCH = 4.0
 _LONGEST_INTERVAL = 2048
 _NO_PROBE = -1
@@ -49,7 +49,7 @@ class DraftGate:
         self._width = width
         self._widths = np.array([*(w for w in _WIDTHS if variable_width and w < width), width])
         self._states = states
-        self._interval = 1.0
+        self._interval = self._shortest = 1.0
         self._open = True
         self.next_probe = 0
 
@@ -79,8 +79,8 @@ class DraftGate:
     def probed(self, step: int, *, success: bool) -> None:
         """What a probe found: one that succeeds is soon repeated, one that fails is put off."""
         if success:
-            self.next_probe = min(self.next_probe, step + 1 + int(self._interval) // 3)
-            self._interval = max(1.0, self._interval / 2)
+            self.next_probe = min(self.next_probe, step + 1 + int(self._shortest))
+            self._interval = self._shortest
         else:
             self._interval = min(2 * self._interval, _LONGEST_INTERVAL)
 
@@ -103,8 +103,8 @@ class DraftGate:
         else:
             rows, width, probe = choice.rows, self._width, _NO_PROBE
             more_s = _probe_seconds(choice, 0, width, prices)
-        shortest = max(1.0, float(more_s / prices.verify_seconds[0]) / PROBE_SHARE)
-        self._interval = min(max(self._interval, shortest), _LONGEST_STRETCH * shortest, _LONGEST_INTERVAL)
+        self._shortest = min(max(1.0, float(more_s / prices.verify_seconds[0]) / PROBE_SHARE), _LONGEST_INTERVAL)
+        self._interval = min(max(self._interval, self._shortest), _LONGEST_STRETCH * self._shortest, _LONGEST_INTERVAL)
         self.next_probe = step + int(self._interval)
         return Choice(rows, width, probe=probe, shut=choice.shut)
 

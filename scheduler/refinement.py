@@ -17,8 +17,12 @@ from scheduler.throughput import CostCurve, Seconds
 _KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 # A step that took e times as long as predicted counts as one that took 1.2 times: outliers come in both directions here.
 _CLIP = 0.2
+# But several in a row that are all too long, or all too short, are no outliers: the machine is another one.
+_IN_A_ROW = 4
+_MOST_CLIP = 1.6
 _LEVEL_RATE = 0.05
 _LOCAL_RATE = 0.1
+_BEYOND_RATE = 0.2
 _LOCAL_KEEP = 0.998
 _MOST = math.log(16.0)
 # Observations between two fillings of the table.
@@ -32,6 +36,7 @@ class _Factor:
         self._level = 0.0
         self._local = [0.0] * len(_KNOTS)
         self._num_seen = 0
+        self._num_alike = 0
         self.table = np.ones(_KNOTS[-1] + 1)
 
     def __call__(self, size: int) -> float:
@@ -39,8 +44,17 @@ class _Factor:
 
     def observe(self, size: int, predicted_s: float, measured_s: float) -> None:
         """predicted_s: with the present factor."""
-        error = min(_CLIP, max(-_CLIP, math.log(measured_s / predicted_s)))
-        self._level = min(_MOST, max(-_MOST, self._level + _LEVEL_RATE * error))
+        raw = math.log(measured_s / predicted_s)
+        if abs(raw) <= _CLIP:
+            self._num_alike = 0
+        else:
+            sign = 1 if raw > 0.0 else -1
+            self._num_alike = self._num_alike + sign if self._num_alike * sign >= 0 else sign
+        clip = min(_MOST_CLIP, _CLIP * (1 + abs(self._num_alike) // _IN_A_ROW))
+        error = min(_CLIP, max(-_CLIP, raw))
+        # What is wrong by more than outliers are is wrong at every size, those included that nobody runs meanwhile.
+        beyond = min(clip, max(-clip, raw)) - error
+        self._level = min(_MOST, max(-_MOST, self._level + _LEVEL_RATE * error + _BEYOND_RATE * beyond))
         place = min(math.log2(max(1, size)), len(_KNOTS) - 1.0)
         low = min(int(place), len(_KNOTS) - 2)
         self._local[low] = _LOCAL_KEEP * self._local[low] + _LOCAL_RATE * error * (low + 1 - place)

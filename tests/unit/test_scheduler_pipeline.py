@@ -232,8 +232,10 @@ def decoding(count: int) -> list[Live]:
 def test_two_cohorts_are_formed_where_verifying_costs_by_the_token_and_not_where_it_costs_by_the_step() -> None:
     info = DrafterInfo("toy", 7, True, True, 4096, (1,), "x")
 
-    def pays(verify_s: Callable[[int], float], draft_s: Callable[[int], float], count: int = 16) -> bool:
-        return Drafting(parse_planner("auto"), info, curve_of(verify_s, draft_s), 64).overlap_pays(decoding(count))
+    def pays(
+        verify_s: Callable[[int], float], draft_s: Callable[[int], float], count: int = 16, planner: str = "fixed:3"
+    ) -> bool:
+        return Drafting(parse_planner(planner), info, curve_of(verify_s, draft_s), 64).overlap_pays(decoding(count))
 
     by_token = lambda n: 0.001 * n  # noqa: E731
     by_step = lambda n: 0.02 + 1e-5 * n  # noqa: E731
@@ -241,3 +243,4 @@ def test_two_cohorts_are_formed_where_verifying_costs_by_the_token_and_not_where
     assert not pays(by_token, lambda n: 0.0015 * n, count=1)
     assert not pays(by_step, lambda n: 0.005), "two steps for half as many each take nearly twice as long"
     assert not pays(by_token, lambda n: 0.0001), "a draft that takes no time need not be hidden"
+    assert not pays(by_token, lambda n: 0.0015 * n, planner="auto"), "plain decoding, which it may do, is as good"

