@@ -104,7 +104,7 @@ def survivals(*, confidence: Probabilities, caps: Lengths) -> Probabilities:
     clean = np.fmin(np.fmax(confidence, 0.0), 1.0)  # of a number and NaN these are the number
     if int(caps.min(initial=confidence.shape[1])) < confidence.shape[1]:
         clean *= np.arange(confidence.shape[1]) < caps[:, None]
-    survival: Probabilities = np.cumprod(clean, axis=1)
+    survival: Probabilities = np.cumprod(clean, axis=1, dtype=np.float64)
     return survival
 
 
