@@ -82,3 +82,15 @@ def test_a_profile_is_the_mean_of_sorted_snapshots(rows: list[list[float]], seed
     newest = [history[3 - age] for age in range(num_samples)]
     slow = np.mean([sorted(survival.ravel(), reverse=True) for survival in newest], axis=0)
     np.testing.assert_allclose(got, slow, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [2048, 4096, 5001])
+def test_of_thousands_of_requests_some_stand_for_all(count: int) -> None:
+    survival = np.cumprod(np.random.default_rng(2).random((count, WIDTH)), axis=1)
+    outlook = Outlook(count, WIDTH)
+    outlook.remember(np.arange(count), 1, survival)
+    got = outlook.profile(
+        np.arange(count), 3, caps=np.full(count, WIDTH), width=WIDTH, otherwise=np.zeros_like(survival)
+    )
+    assert len(got) == count * WIDTH and np.all(np.diff(got) <= 0.0)
+    np.testing.assert_allclose(got, np.sort(survival.ravel())[::-1], atol=0.04)
