@@ -121,6 +121,27 @@ def test_a_drafter_that_is_always_right_is_never_gated(law, clients):
     )
 
 
+class Turning(SyntheticTraces):
+    """A text whose first part the drafter has all wrong, and whose rest it has all right."""
+
+    def open(self, index):
+        shape = super().open(index)
+        self._odds[self._rows[index]] = np.where(np.arange(self._odds.shape[1]) < 600, -60.0, 60.0)
+        return shape
+
+
+def test_a_gate_that_shut_opens_again_when_the_same_text_becomes_easy():
+    workload = Workload(((TextClass("code", 0.5, 4, 1e9), 1.0),))
+    simulation = Simulation(Machine(cpu()), PLANNER, Turning(workload, max_output=4000), Clients([(0.0, 1)]))
+    history = simulation.run(Window(0.0, 16.0)).history
+    emitted = np.cumsum([step.num_round_tokens for step in history])
+    before = [step for step, n in zip(history, emitted, strict=True) if 100 < n < 600]
+    after = [step for step, n in zip(history, emitted, strict=True) if 1200 < n < 3900]
+    assert sum(step.gate == "shut" for step in before) > 0.9 * len(before)
+    assert sum(step.num_drafting for step in after) > 0.9 * len(after)
+    assert 0 < sum(step.num_drafting for step in before) < 0.05 * len(before), "it was heard of all the while"
+
+
 def test_the_verify_budget_falls_as_load_rises_and_rises_again_when_it_goes():
     machine = Machine(cpu())
     load = Clients([(0.0, 2), (2.0, 2), (4.0, 40), (8.0, 40), (8.1, 2)])
