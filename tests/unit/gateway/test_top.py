@@ -160,7 +160,10 @@ def test_a_pipe_gets_blocks_and_a_terminal_is_written_over(gateway):
         while screen.count(b"\x1b[H") < 3:
             screen += os.read(ours, 4096)
         live.send_signal(signal.SIGINT)
-        assert live.wait(20) == 0, "it is left by Ctrl-C"
+        try:
+            assert live.wait(20) == 0, "it is left by Ctrl-C"
+        finally:
+            live.kill()
     os.close(ours)
 
 
