@@ -14,13 +14,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-# A shell's background jobs are deaf to SIGINT, and so would be every program that tests start and interrupt.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 from pathlib import Path
 
 import pytest
 import torch
+
+# A shell's background jobs are deaf to SIGINT, and so would be every program that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DATA = Path(__file__).parent / "data"
 
