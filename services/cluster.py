@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import tempfile
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -44,6 +47,7 @@ def start_ray(settings: Settings) -> None:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(**quiet)
         return
+    _drop_dangling_link()
     ray.init(
         address="local",
         include_dashboard=False,
@@ -51,6 +55,14 @@ def start_ray(settings: Settings) -> None:
         object_store_memory=_OBJECT_STORE_BYTES,
         **quiet,
     )
+
+
+def _drop_dangling_link() -> None:
+    """Ray renews session_latest only where it leads somewhere; users are told to look for logs behind it."""
+    latest = Path(tempfile.gettempdir()) / "ray" / "session_latest"
+    if latest.is_symlink() and not latest.exists():
+        with contextlib.suppress(OSError):
+            latest.unlink()
 
 
 def log_here(process: str, config: LogConfig) -> None:

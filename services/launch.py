@@ -15,6 +15,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,9 @@ def check_files(settings: Settings) -> None:
     """Finds at once what a worker would only find after Ray has started."""
     from drafter.checkpoint import read_layer_ids
 
-    settings.target_path()
+    path = settings.target_path()
+    if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().exists():
+        raise SettingsError(f"model.path: {path} does not exist; give a folder, a GGUF file or a hub id")
     read_layer_ids(settings.drafter_checkpoint(), settings.cache_dir)
 
 

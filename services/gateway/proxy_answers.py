@@ -11,7 +11,7 @@ import logging
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from scheduler.errors import DeadlineExceeded, SchedulerLost, ServingError
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "services.gateway.proxy_answers:middlewares"}
 
 _PROXYS_OWN_PATHS = "/-/"
+_HEALTH_PATH = "/health"
 _TIMED_OUT = 408
 
 
@@ -47,7 +48,8 @@ class ProxyAnswers:
         except Exception:
             logger.exception("Serve's proxy failed")
         if passing.refusal is not None:
-            await _answer(passing.refusal, scope, receive, send)
+            alive = scope["path"] == _HEALTH_PATH  # whoever answers this lives, whatever has gone or is to come
+            await _answer(JSONResponse({"status": "alive"}) if alive else passing.refusal, scope, receive, send)
         elif not passing.started:
             lost = SchedulerLost("the gateway stopped before it answered; send the request again")
             await _answer(error_response(lost), scope, receive, send)

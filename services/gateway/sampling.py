@@ -18,7 +18,7 @@ def sampling_params(
     if room < 1 or (wanted or 1) > room:
         asked = f"{wanted} tokens were asked for" if wanted else "at least 1 is needed for the answer"
         raise ContextTooLong(
-            f"the context holds {card.max_model_len} tokens: the {fields.prompt_field} has {num_prompt} "
+            f"the context holds {card.max_model_len} tokens: the prompt has {num_prompt} "
             f"and {asked}, together {num_prompt + (wanted or 1)}",
             fields.prompt_field,
         )

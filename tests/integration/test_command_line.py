@@ -248,7 +248,8 @@ def session(of: int) -> list[tuple[int, str]]:
             stat = (entry / "stat").read_text().rpartition(")")[2].split()
             if stat[3] == str(of) and stat[0] != "Z":
                 title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found.append((int(entry.name), title))
+                if title:  # one that is ending has none any more
+                    found.append((int(entry.name), title))
         except (OSError, IndexError):
             continue
     return found

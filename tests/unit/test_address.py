@@ -1,4 +1,4 @@
-"""The address of a server that comes up: nobody else gets it, and Serve's proxy does."""
+"""What a server asks before it starts: its address, which nobody else gets and Serve's proxy does; its model; a living Ray."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from ray.serve._private.http_util import set_socket_reuse_port
 from scheduler.errors import SettingsError
 from services.address import check_address, hold_address
 from services.cluster import RayDied, check_alive
+from services.launch import check_files
+from services.settings import Settings
 
 HOST = "127.0.0.1"
 
@@ -56,3 +58,9 @@ def test_a_daemon_that_nobody_listens_for_any_more_has_died(port):
         check_alive({"raylet": (HOST, port)})
     with pytest.raises(RayDied, match="raylet"):
         check_alive({"raylet": (HOST, port)})
+
+
+@pytest.mark.parametrize("path", ["/nowhere/model", "./nowhere", "~/nowhere.gguf"])
+def test_a_model_that_is_not_there_is_refused_before_anything_starts(path):
+    with pytest.raises(SettingsError, match=r"model\.path: .*nowhere.* does not exist"):
+        check_files(Settings.model_validate({"model": {"path": path}}))

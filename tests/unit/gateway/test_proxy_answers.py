@@ -85,6 +85,11 @@ async def test_an_error_of_the_proxy_itself_is_an_envelope(messages, status, cod
     assert answer.headers["content-type"] == "application/json"
 
 
+async def test_health_is_alive_also_while_no_gateway_is_there():
+    answer = response(await answers(own(DeploymentUnavailableError("x")), path="/health"))
+    assert (answer.status_code, answer.json()) == (200, {"status": "alive"})
+
+
 async def test_a_wait_that_the_proxy_names_is_handed_on():
     messages = [head(503, [(b"content-type", b"text/plain"), (b"retry-after", b"17")]), part(b"busy", False)]
     assert response(await answers(messages)).headers["retry-after"] == "17"
