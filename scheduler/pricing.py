@@ -55,17 +55,27 @@ class UsualRound:
 
 class Pricing:
     """curve: None when there is none. hidden: another step is verified meanwhile, so that a draft costs only what it takes
-    longer than that. Whatever returns seconds of models needs a curve."""
+    longer than that. host_s, draft_host_s: the host's seconds in a step that nobody drafts for, and what drafts add to them.
+    Whatever returns seconds of models needs a curve."""
 
     def __init__(self, curve: CostCurve | None) -> None:
         self.curve = RefinedCurve(curve) if curve is not None else None
         self.host_s = 0.0
+        self.draft_host_s = 0.0
         self.hidden = False
+        self._seen_plain = False
 
     def observe(self, step: StepStats) -> None:
-        """What the last step took. Host seconds pass whatever is verified; a clock that jumped must not pass for work."""
-        host_s = min(max(0.0, step.host_s), _MOST_HOST_S, 4.0 * self.host_s + 1e-3)
-        self.host_s += _HOST_MEMORY * (host_s - self.host_s)
+        """What the last step took; a clock that jumped must not pass for work.
+
+        Until a step was seen that nobody drafted for, drafting steps stand for it: what drafts add is then not known.
+        """
+        host_s = min(max(0.0, step.host_s), _MOST_HOST_S, 4.0 * (self.host_s + self.draft_host_s) + 1e-3)
+        self._seen_plain |= step.num_drafting == 0
+        if step.num_drafting and self._seen_plain:
+            self.draft_host_s += _HOST_MEMORY * (max(0.0, host_s - self.host_s) - self.draft_host_s)
+        else:
+            self.host_s += _HOST_MEMORY * (host_s - self.host_s)
         if self.curve is not None:
             self.curve.observe(
                 num_tokens=step.num_tokens,
@@ -94,13 +104,15 @@ class Pricing:
     def step_seconds(self, load: StepLoad, more_tokens: int, count: int, *, draft_s: float) -> Seconds:
         """The same with a draft of draft_s before it and the host's time."""
         seconds = self.verify_seconds(load, more_tokens, count)
-        return seconds + (max(0.0, draft_s - seconds[0]) if self.hidden else draft_s) + self.host_s
+        host_s = self.host_s + self.draft_host_s if draft_s else self.host_s
+        return seconds + (max(0.0, draft_s - seconds[0]) if self.hidden else draft_s) + host_s
 
     def draft_table(self, num_requests: int, width: int, *, verify_s: float) -> Seconds:
-        """[> num_requests, > width] seconds that a draft adds to a step that takes verify_s without one."""
+        """[> num_requests, > width] seconds that a draft adds to a step that takes verify_s without one, with the host's."""
         assert self.curve is not None
         table = self.curve.draft_table(num_requests, width)
-        return np.maximum(0.0, table - verify_s) if self.hidden else table
+        seconds = np.maximum(0.0, table - verify_s) if self.hidden else table
+        return np.where(table > 0.0, seconds + self.draft_host_s, seconds)
 
     def draft_s(self, num_requests: int, width: int) -> float:
         assert self.curve is not None
