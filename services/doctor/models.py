@@ -81,6 +81,10 @@ class Models:
         return checkpoint.arch
 
 
+def _not_yet(name: str, reason: NotHere) -> Finding:
+    return warn(name, f"not checked: {reason} yet", "start once, then run this again")
+
+
 def check_model(models: Models) -> Finding:
     try:
         folder = models.target
@@ -117,7 +121,7 @@ def check_drafter(models: Models) -> Finding:
     try:
         arch = models.drafter_arch
     except NotHere as reason:
-        return warn("drafter", f"not checked: {reason} yet", "start once, then run this again")
+        return _not_yet("drafter", reason)
     checked_layers(arch.target_layer_ids, models.arch)
     layers = ", ".join(map(str, arch.target_layer_ids))
     return ok("drafter", f"{arch.kind} of up to {arch.block_size} tokens, on the target's layers {layers}")
@@ -129,7 +133,7 @@ def check_calibration(models: Models) -> Finding:
     try:
         arch = models.drafter_arch
     except NotHere as reason:
-        return warn("calibration", f"not checked: {reason} yet", "start once, then run this again")
+        return _not_yet("calibration", reason)
     if not arch.has_confidence:
         return ok("calibration", f"{arch.kind} has no confidence head")
     calibration = load_calibration(models.drafter, arch.block_size, fingerprint(models.drafter))
@@ -147,7 +151,7 @@ def check_memory(models: Models, limit: Path = _MEMORY_LIMIT) -> Finding:
     try:
         needs = _needs(models)
     except NotHere as reason:
-        return warn("memory", f"not checked: {reason} yet", "start once, then run this again")
+        return _not_yet("memory", reason)
     shown = []
     worst: Finding | None = None
     for device, parts in needs.items():
@@ -220,7 +224,7 @@ def check_curve(models: Models) -> Finding:
         width = _width(models)
         curve = load_curve(path, key | _worker_key(models, width), width=width)
     except NotHere as reason:
-        return warn("curve", f"not checked: {reason} yet", "start once, then run this again")
+        return _not_yet("curve", reason)
     except CurveRejected as error:
         return warn(
             "curve",

@@ -328,15 +328,20 @@ def test_lost_workers_come_back_and_running_requests_do_not_notice(served, expec
     until(lambda: streamed(served, "hello") and metric(served, "dspark_drafter_up") == 1)
 
 
-def test_a_scheduler_that_dies_ends_streams_with_an_error_event_and_comes_back(served, expected):
-    if served.placement != "colocated":
-        pytest.skip("the same in both placements")
-    (pid,) = processes("dspark:PrefixScheduler")
+def rest_of_a_stream_after_killing(served, pid: int) -> list[str]:
+    """The data lines that still come when the process is killed after the first one."""
     with served.stream("POST", CHAT, json=body("hello", stream=True, max_tokens=400)) as response:
         lines = response.iter_lines()
         next(lines)
         os.kill(pid, signal.SIGKILL)
-        rest = [line for line in lines if line.startswith("data: ")]
+        return [line for line in lines if line.startswith("data: ")]
+
+
+def test_a_scheduler_that_dies_ends_streams_with_an_error_event_and_comes_back(served, expected):
+    if served.placement != "colocated":
+        pytest.skip("the same in both placements")
+    (pid,) = processes("dspark:PrefixScheduler")
+    rest = rest_of_a_stream_after_killing(served, pid)
     error = json.loads(rest[-1].removeprefix("data: "))["error"]
     assert error["code"] == "engine_unavailable" and "data: [DONE]" not in rest
     until(lambda: served.get("/ready").status_code == 200)
@@ -386,11 +391,7 @@ def test_a_gateway_that_dies_ends_its_streams_with_an_error_event_and_its_reques
     if served.placement != "colocated":
         pytest.skip("the same in both placements")
     (pid,) = processes("dspark:Gateway")
-    with served.stream("POST", CHAT, json=body("hello", stream=True, max_tokens=400)) as response:
-        lines = response.iter_lines()
-        next(lines)
-        os.kill(pid, signal.SIGKILL)
-        rest = [line for line in lines if line.startswith("data: ")]
+    rest = rest_of_a_stream_after_killing(served, pid)
     assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "engine_unavailable"
     until(lambda: served.get("/ready").status_code == 200)
     assert streamed(served, "hello")[0] == expected["hello"]
