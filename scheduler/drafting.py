@@ -24,10 +24,11 @@ from scheduler.throughput import CostCurve
 from scheduler.wire import Draft, DrafterInfo
 from scheduler.wishes import fixed_width, may_draft, most_drafts, planner_of
 
-# A shut gate is asked again after so many steps, an open one after fewer, and at once when someone comes or goes: asking costs
-# a percent of a step.
+# Asking the gate costs up to 3 % of a step. Shut it is asked again after so many steps, or when the running answers have become
+# more or fewer by over an eighth; open it is asked after fewer, and at once when someone comes or goes.
 _ASK_AGAIN = 8
 _CHOOSE_AGAIN = 4
+_SAME_LOAD = 8
 
 
 class Drafting:
@@ -50,7 +51,7 @@ class Drafting:
         self._num_rounds = 1
         self._kept: tuple[list[int], Choice, int] | None = None
         self._asleep_until = 0
-        self._asleep: list[int] = []
+        self._asleep: tuple[int, list[str]] = (0, [])
         if info is not None:
             self.connect(info)
 
@@ -101,7 +102,7 @@ class Drafting:
         """`live` has just got its slot."""
         if self.info is not None:
             self._belief.welcome(live.slot, class_index(live.request.text_class))
-            self._kept, self._asleep_until = None, 0
+            self._kept = None
         self._last_drafted[live.slot] = step
 
     def choose(
@@ -119,8 +120,7 @@ class Drafting:
             return self.call
         assert self.info is not None
         decoding = [live for live in residents if live.decodes]
-        running = [live.slot for live in decoding]
-        if self.shut and step < self._asleep_until and running == self._asleep:
+        if self.shut and step < self._asleep_until and self._sleeps_on(decoding):
             return self.call
         self.shut = False
         candidates = [live for live in decoding if may_draft(live, self.planner, self.info, epoch)]
@@ -129,7 +129,7 @@ class Drafting:
             self._ask(candidates, self._kept_or_new(candidates, load, step), step)
         if self.shut:
             self._asleep_until = min(step + _ASK_AGAIN, self._gate.next_probe)
-            self._asleep = running
+            self._asleep = (len(decoding), _wishes(decoding))
         return self.call
 
     def propose(self, live: Live, draft: Draft, cap: int) -> Proposal | None:
@@ -216,6 +216,11 @@ class Drafting:
     def cap(self, live: Live) -> int:
         """Most drafted tokens that may be verified for it, within the width that was asked for."""
         return min(most_drafts(live, self.planner), self.call.width)
+
+    def _sleeps_on(self, decoding: Sequence[Live]) -> bool:
+        """Nothing has changed that could open the gate: the load is much the same, and nobody came with a planner of his own."""
+        count, wishes = self._asleep
+        return _SAME_LOAD * abs(len(decoding) - count) <= count and _wishes(decoding) == wishes
 
     def _kept_or_new(self, candidates: Sequence[Live], load: StepLoad, step: int) -> Choice:
         """The last choice while it is fresh, nobody has come or gone, and no probe is due."""
@@ -306,6 +311,11 @@ def _beside(table: Seconds, num_fixed: int, fixed_width: int) -> Seconds:
         return table
     widths = np.maximum(np.arange(table.shape[1]), fixed_width)
     return table[num_fixed:, widths]
+
+
+def _wishes(lives: Sequence[Live]) -> list[str]:
+    """Whose planner or width is not the deployment's, by request id."""
+    return [live.request.request_id for live in lives if live.request.speculation is not None]
 
 
 def _mean_context(lives: Sequence[Live]) -> float:

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from scheduler.wire import Extension, IntArray, Plan, Verdict
 from verifier.attention import Span
-from verifier.kv import slots_of
 from verifier.masks import Constraint, TokenMasks
 
 
@@ -60,17 +60,28 @@ def pack(
                 masked.append((len(sampled), constraint))
             sampled += [min(first + k, row - 1) for k in range(judged.num_draft + 1)]
             sampling.append(judged)
-    positions = [np.arange(s.start, s.context_len, dtype=np.int64) for s in spans]
-    slots = [slots_of(s.block_ids, s.start, s.context_len, block_size) for s in spans]
+    positions, slots = _places(spans, block_size)
     return FlatBatch(
         ids=_tensor(np.concatenate(ids), device),
-        positions=_tensor(np.concatenate(positions), device),
-        slots=_tensor(np.concatenate(slots), device),
+        positions=_tensor(positions, device),
+        slots=_tensor(slots, device),
         spans=tuple(spans),
         sampled_rows=_tensor(np.array(sampled, dtype=np.int64), device),
         sampling=tuple(sampling),
         masks=_masks(masked),
     )
+
+
+def _places(spans: Sequence[Span], block_size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Position and slot of each row: what `slots_of` gives span by span, for all at once."""
+    num_rows = np.array([span.num_rows for span in spans])
+    shifts = np.array([span.start - span.first_row for span in spans], dtype=np.int64)
+    positions = np.arange(num_rows.sum()) + np.repeat(shifts, num_rows)
+    tables = np.concatenate([span.block_ids for span in spans])
+    lengths = np.array([len(span.block_ids) for span in spans])
+    first_blocks = np.repeat(np.cumsum(lengths) - lengths, num_rows)
+    blocks = tables[first_blocks + positions // block_size].astype(np.int64)
+    return positions, blocks * block_size + positions % block_size
 
 
 def _num_rows(extension: Extension, constraints: Mapping[str, Constraint]) -> int:
@@ -115,11 +126,17 @@ def kept_rows(
 
 def previous_slots(batch: FlatBatch, block_size: int) -> Tensor:
     """[N] slot of the position before each row's, 0 before a request's first position."""
-    found = []
-    for span in batch.spans:
-        slots = slots_of(span.block_ids, max(0, span.start - 1), span.context_len - 1, block_size)
-        found.append(slots if span.start else np.concatenate((np.zeros(1, dtype=np.int64), slots)))
-    return _tensor(np.concatenate(found), batch.slots.device)
+    previous = batch.slots.roll(1)
+    before = [_slot_before(span.block_ids, span.start, block_size) for span in batch.spans]
+    firsts = torch.tensor([span.first_row for span in batch.spans], device=previous.device)
+    return previous.index_copy_(0, firsts, torch.tensor(before, device=previous.device))
+
+
+def _slot_before(block_ids: IntArray, start: int, block_size: int) -> int:
+    if start == 0:
+        return 0
+    block, offset = divmod(start - 1, block_size)
+    return int(block_ids[block]) * block_size + offset
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> Tensor:

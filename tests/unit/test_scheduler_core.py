@@ -802,6 +802,26 @@ def test_a_sleeping_gate_wakes_for_a_fixed_wish_that_takes_the_place_of_another(
     assert all(delta.num_drafted > 0 for delta in rounds[:-1])
 
 
+@pytest.mark.parametrize(("num_leaving", "wakes"), [(1, False), (8, True)])
+def test_a_sleeping_gate_is_woken_by_another_load_and_not_by_one_in_sixteen(num_leaving: int, wakes: bool) -> None:
+    bench = bench_with("auto", knows=never, max_model_len=600, num_blocks=900)
+    bench.core.drafting.prices.curve = RefinedCurve(flat_curve(draft_s=0.01))
+    for i in range(16):
+        bench.add(f"r{i}", [i, *PROMPT], max_tokens=300)
+    gate = bench.core.drafting._gate
+    asked: list[int] = []
+    choose = gate.choose
+    gate.choose = lambda *, step, **others: (asked.append(step), choose(step=step, **others))[1]  # type: ignore[method-assign]
+    while len(bench.output("r0")) < 100 or asked[-1] != bench.core._num_planned:
+        bench.step()
+    assert bench.core.drafting.shut
+    asked.clear()
+    for i in range(num_leaving):
+        bench.core.cancel(f"r{i}")
+    bench.step()
+    assert bool(asked) == wakes
+
+
 def test_planners_never_change_the_text_of_a_mixed_batch() -> None:
     outputs = []
     for planner in ("off", "auto", "algorithm1", "threshold:0.5", "fixed:3"):
