@@ -17,11 +17,14 @@ from scheduler.wire import Extension, IntArray, Plan, Verdict
 from verifier.attention import Span
 from verifier.masks import Constraint, TokenMasks
 
+Ints = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """N rows. ids, positions, slots [N] int64; sampled_rows [S]: for each sampling extension, the row of its last known
-    token and of each draft; `sampling` those extensions in order. masks: of the S logits rows that a grammar constrains.
+    """N rows. ids, positions, slots [N] int64; previous_slots [N] int64: the slot of the position before, 0 where there is
+    none; sampled_rows [S]: for each sampling extension, the row of its last known token and of each draft; `sampling` those
+    extensions in order. masks: of the S logits rows that a grammar constrains.
 
     Drafts that a grammar makes pointless are neither in `ids` nor in `sampling`. The last draft of those that are judged may
     have no row of its own, being rejected for certain; the row before it stands in, and what it says is never used.
@@ -30,6 +33,7 @@ class FlatBatch:
     ids: Tensor
     positions: Tensor
     slots: Tensor
+    previous_slots: Tensor
     spans: tuple[Span, ...]
     sampled_rows: Tensor
     sampling: tuple[Extension, ...]
@@ -60,11 +64,12 @@ def pack(
                 masked.append((len(sampled), constraint))
             sampled += [min(first + k, row - 1) for k in range(judged.num_draft + 1)]
             sampling.append(judged)
-    positions, slots = _places(spans, block_size)
+    positions, slots, previous = _places(spans, block_size)
     return FlatBatch(
         ids=_tensor(np.concatenate(ids), device),
         positions=_tensor(positions, device),
         slots=_tensor(slots, device),
+        previous_slots=_tensor(previous, device),
         spans=tuple(spans),
         sampled_rows=_tensor(np.array(sampled, dtype=np.int64), device),
         sampling=tuple(sampling),
@@ -72,16 +77,19 @@ def pack(
     )
 
 
-def _places(spans: Sequence[Span], block_size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Position and slot of each row: what `slots_of` gives span by span, for all at once."""
+def _places(spans: Sequence[Span], block_size: int) -> tuple[Ints, Ints, Ints]:
+    """Position, slot and previous slot of each row: what `slots_of` gives span by span, for all at once."""
     num_rows = np.array([span.num_rows for span in spans])
     shifts = np.array([span.start - span.first_row for span in spans], dtype=np.int64)
     positions = np.arange(num_rows.sum()) + np.repeat(shifts, num_rows)
     tables = np.concatenate([span.block_ids for span in spans])
     lengths = np.array([len(span.block_ids) for span in spans])
     first_blocks = np.repeat(np.cumsum(lengths) - lengths, num_rows)
-    blocks = tables[first_blocks + positions // block_size].astype(np.int64)
-    return positions, blocks * block_size + positions % block_size
+
+    def slots(places: Ints) -> Ints:
+        return tables[first_blocks + places // block_size].astype(np.int64) * block_size + places % block_size
+
+    return positions, slots(positions), np.where(positions > 0, slots(np.maximum(positions - 1, 0)), 0)
 
 
 def _num_rows(extension: Extension, constraints: Mapping[str, Constraint]) -> int:
@@ -122,21 +130,6 @@ def kept_rows(
         rows.extend(range(first, first + num_known + verdict.num_accepted))
         first += _num_rows(extension, constraints or {})
     return rows
-
-
-def previous_slots(batch: FlatBatch, block_size: int) -> Tensor:
-    """[N] slot of the position before each row's, 0 before a request's first position."""
-    previous = batch.slots.roll(1)
-    before = [_slot_before(span.block_ids, span.start, block_size) for span in batch.spans]
-    firsts = torch.tensor([span.first_row for span in batch.spans], device=previous.device)
-    return previous.index_copy_(0, firsts, torch.tensor(before, device=previous.device))
-
-
-def _slot_before(block_ids: IntArray, start: int, block_size: int) -> int:
-    if start == 0:
-        return 0
-    block, offset = divmod(start - 1, block_size)
-    return int(block_ids[block]) * block_size + offset
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ from verifier.acceptance import judge
 from verifier.architecture import Architecture, read_architecture
 from verifier.attention import paged_attention
 from verifier.automata import Automata
-from verifier.batch import FlatBatch, kept_rows, pack, previous_slots
+from verifier.batch import FlatBatch, kept_rows, pack
 from verifier.config import VerifierConfig
 from verifier.device import resolve_device, resolve_dtype, set_threads
 from verifier.features import CommittedFeatures
@@ -121,7 +121,7 @@ class TargetRunner:
         return self.model.logits(hidden), features
 
     def _committed(self, batch: FlatBatch, features: torch.Tensor, rows: list[int]) -> CommittedFeatures:
-        columns = (features, batch.slots, batch.positions, batch.ids, previous_slots(batch, self.kv.block_size))
+        columns = (features, batch.slots, batch.positions, batch.ids, batch.previous_slots)
         if len(rows) == features.shape[0]:
             return CommittedFeatures(*columns)
         index = torch.tensor(rows, device=self.device)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from scheduler.wire import Extension, Plan, SamplingParams
-from verifier.batch import pack, previous_slots
+from verifier.batch import pack
 
 BLOCK_SIZE = 4
 
@@ -41,5 +41,4 @@ def test_each_row_has_the_slot_of_its_position_and_of_the_one_before(seed: int) 
     rows = [(e, e.start + i) for e in plan.extensions for i in range(len(e.token_ids))]
     assert batch.positions.tolist() == [position for _, position in rows]
     assert batch.slots.tolist() == [slot(e, position) for e, position in rows]
-    assert previous_slots(batch, BLOCK_SIZE).tolist() == [slot(e, p - 1) if p else 0 for e, p in rows]
-    assert batch.slots.tolist() == [slot(e, position) for e, position in rows], "the batch itself must stay as it was"
+    assert batch.previous_slots.tolist() == [slot(e, p - 1) if p else 0 for e, p in rows]
