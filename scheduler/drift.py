@@ -46,10 +46,8 @@ class ConfidenceDrift:
     def __init__(self, width: int) -> None:
         num_groups = 2 * len(TEXT_CLASSES)
         self._shift = np.zeros((num_groups, width))
-        self._stated = np.zeros((num_groups, width))
-        self._believed = np.zeros((num_groups, width))
-        self._accepted = np.zeros((num_groups, width))
-        self._trials = np.zeros((num_groups, width))
+        # trials, accepted, stated, believed
+        self._sums = np.zeros((4, num_groups, width))
 
     def correct(self, confidence: Probabilities, groups: npt.NDArray[np.int64]) -> Probabilities:
         """[R, W] confidences with the shifts of their groups [R]; NaN stays NaN."""
@@ -73,32 +71,24 @@ class ConfidenceDrift:
         tried = (position < num_verified[:, None]) & (position <= num_accepted[:, None]) & ~np.isnan(stated)
         if not tried.any():
             return
-        accepted = tried & (position < num_accepted[:, None])
-        error = np.where(tried, accepted - np.nan_to_num(believed), 0.0)
-        belongs = one_hot(groups, len(self._shift))
-        gradient, weight = belongs @ error, belongs @ tried
-        step = _RATE * gradient / np.maximum(1.0, weight / _FULL_STEP)
+        values = np.zeros((4, *tried.shape))
+        values[0] = tried
+        values[1] = tried & (position < num_accepted[:, None])
+        np.copyto(values[2], stated, where=tried)
+        np.copyto(values[3], believed, where=tried)
+        more = one_hot(groups, len(self._shift)) @ values
+        self._sums += more
+        trials, accepted, _, expected = more
+        step = _RATE * (accepted - expected) / np.maximum(1.0, trials / _FULL_STEP)
         np.clip(self._shift + step, -_MOST, _MOST, out=self._shift)
-        for sums, values in (
-            (self._trials, tried),
-            (self._accepted, accepted),
-            (self._stated, np.where(tried, stated, 0.0)),
-            (self._believed, np.where(tried, believed, 0.0)),
-        ):
-            sums += belongs @ values
 
     def report(self) -> tuple[DriftRow, ...]:
         """One row per text class that has been seen."""
+        by_class = self._sums.reshape(4, len(TEXT_CLASSES), 2, -1).sum(axis=2)
         return tuple(
-            DriftRow(
-                name,
-                *(
-                    tuple(sums[2 * index : 2 * index + 2].sum(axis=0).tolist())
-                    for sums in (self._trials, self._accepted, self._stated, self._believed)
-                ),
-            )
+            DriftRow(name, *(tuple(sums[index].tolist()) for sums in by_class))
             for index, name in enumerate(TEXT_CLASSES)
-            if self._trials[2 * index : 2 * index + 2].any()
+            if by_class[0, index].any()
         )
 
 

@@ -28,34 +28,31 @@ _UNCERTAIN = 0.02
 
 
 class AcceptanceEstimates:
-    """P(draft k is accepted | its predecessors were) from decayed counts; one row (`slot`) per live request."""
+    """P(draft k is accepted | its predecessors were) from decayed counts, trials and hits; one row (`slot`) per live request."""
 
     def __init__(self, num_slots: int, width: int) -> None:
         self.width = width
-        self._trials = np.zeros((num_slots, width))
-        self._hits = np.zeros((num_slots, width))
+        self._counts = np.zeros((2, num_slots, width))
+        # of each text class, and last of everyone
+        self._shared = np.zeros((2, len(TEXT_CLASSES) + 1, width))
         self._class_of = np.zeros(num_slots, dtype=np.int64)
-        self._class_trials = np.zeros((len(TEXT_CLASSES), width))
-        self._class_hits = np.zeros((len(TEXT_CLASSES), width))
-        self._all_trials = np.zeros(width)
-        self._all_hits = np.zeros(width)
 
     def reset(self, slot: int, text_class: int = 0) -> None:
         """The slot has a new owner, of that index in TEXT_CLASSES."""
-        self._trials[slot] = self._hits[slot] = 0.0
+        self._counts[:, slot] = 0.0
         self._class_of[slot] = text_class
 
     def tick(self) -> None:
         """A step has passed: what requests showed counts a little less."""
-        self._trials *= _STEP_DECAY
-        self._hits *= _STEP_DECAY
+        self._counts *= _STEP_DECAY
 
     def rates(self, slots: npt.NDArray[np.int64]) -> Probabilities:
         """[len(slots), width]"""
-        everyone = (self._all_hits + _PRIOR_TRIALS) / (self._all_trials + _PRIOR_TRIALS)
-        alike = (self._class_hits + _CLASS_PRIOR_TRIALS * everyone) / (self._class_trials + _CLASS_PRIOR_TRIALS)
-        prior = _PRIOR_TRIALS * alike[self._class_of[slots]]
-        return (self._hits[slots] + prior) / (self._trials[slots] + _PRIOR_TRIALS)
+        shared_trials, shared_hits = self._shared
+        everyone = (shared_hits[-1] + _PRIOR_TRIALS) / (shared_trials[-1] + _PRIOR_TRIALS)
+        alike = (shared_hits + _CLASS_PRIOR_TRIALS * everyone) / (shared_trials + _CLASS_PRIOR_TRIALS)
+        trials, hits = self._counts[:, slots]
+        return (hits + _PRIOR_TRIALS * alike[self._class_of[slots]]) / (trials + _PRIOR_TRIALS)
 
     def observe(
         self,
@@ -73,21 +70,17 @@ class AcceptanceEstimates:
         """
         position = np.arange(self.width)
         verified = position < num_verified[:, None]
-        guessed = ~verified & (position < num_drafted[:, None]) & ~np.isnan(confidence)
-        outcome = np.where(verified, position < num_accepted[:, None], np.where(guessed, confidence, 0.0))
-        reached = np.ones_like(outcome)
-        np.cumprod(outcome[:, :-1], axis=1, out=reached[:, 1:])
-        trials = reached * (verified | guessed)
-        hits = trials * outcome
-        self._trials[slots] = self._trials[slots] * (_ROUND_DECAY / _STEP_DECAY) + trials
-        self._hits[slots] = self._hits[slots] * (_ROUND_DECAY / _STEP_DECAY) + hits
-        belongs = one_hot(self._class_of[slots], len(TEXT_CLASSES))
-        self._class_trials, self._class_hits = _fading(
-            self._class_trials, self._class_hits, belongs @ trials, belongs @ hits
-        )
-        self._all_trials, self._all_hits = _fading(
-            self._all_trials, self._all_hits, trials.sum(axis=0), hits.sum(axis=0)
-        )
+        seen = verified | ((position < num_drafted[:, None]) & ~np.isnan(confidence))
+        outcome = np.where(verified, position < num_accepted[:, None], np.where(seen, confidence, 0.0))
+        new = np.ones((2, len(slots), self.width))
+        np.cumprod(outcome[:, :-1], axis=1, out=new[0, :, 1:])
+        new[0] *= seen
+        np.multiply(new[0], outcome, out=new[1])
+        self._counts[:, slots] = self._counts[:, slots] * (_ROUND_DECAY / _STEP_DECAY) + new
+        belongs = np.ones((len(self._shared[0]), len(slots)))
+        belongs[:-1] = one_hot(self._class_of[slots], len(TEXT_CLASSES))
+        more = belongs @ new
+        self._shared = self._shared * (1.0 - 1.0 / _SHARED_MEMORY) ** more[0] + more
 
 
 class Spread:
@@ -113,10 +106,3 @@ class Spread:
         keep = (1.0 - 1.0 / _SPREAD_MEMORY) ** counts.sum(axis=0)
         self._resolved = self._resolved * keep + np.where(counts, (survival - usual) ** 2, 0.0).sum(axis=0)
         self._open = self._open * keep + np.where(counts, usual * (1.0 - usual), 0.0).sum(axis=0)
-
-
-def _fading(
-    trials: Probabilities, hits: Probabilities, new_trials: Probabilities, new_hits: Probabilities
-) -> tuple[Probabilities, Probabilities]:
-    keep = (1.0 - 1.0 / _SHARED_MEMORY) ** new_trials
-    return trials * keep + new_trials, hits * keep + new_hits
