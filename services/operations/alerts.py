@@ -1,5 +1,5 @@
-"""The alert rules: what each watches, for how long, and what it says. A gateway shows its engine's numbers as they are, every
-replica the same, hence `max by` the labels of an engine group before anything else.
+"""The rule file, and its alerts: what each watches, for how long, and what it says. A gateway shows its engine's numbers as they
+are, every replica the same, hence `max by` the labels of an engine group before anything else.
 
 Ranges and `for` are minutes. Tests that cause the alerts in a running server shorten the minute; the expressions stay the same.
 """
@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import yaml
 
+from services.operations.records import DRAFTED_LENGTH, ENGINE_LABELS, FAILED, RECORDS, STEP_SECONDS, Record
+
 RUNBOOKS = "docs/runbooks"
-_HEADER = """# Alerts on an engine group or a gateway, as Prometheus reads them. Made by `python -m services.operations` of
-# services/operations/alerts.py.
+_HEADER = """# Alerts on an engine group or a gateway, and recorded series, as Prometheus reads them. Made by
+# `python -m services.operations` of services/operations/alerts.py and records.py.
 """
-# Labels of one engine group, wherever ENGINE stands below.
-_ENGINE = "job, model, group"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,7 @@ class Alert:
 ALERTS = (
     Alert(
         "DsparkErrors",
-        'sum by (job, model) (rate(dspark_requests_total{outcome="failed"}[5m]))'
-        " / (sum by (job, model) (rate(dspark_requests_total[5m])) > 0) > 0.05",
+        f"{FAILED.name} > 0.05",
         10,
         "critical",
         "{{ $value | humanizePercentage }} of the requests of {{ $labels.model }} fail",
@@ -75,8 +74,7 @@ ALERTS = (
     ),
     Alert(
         "DsparkAcceptLengthCollapsed",
-        "1 + max by (ENGINE) (rate(dspark_accepted_tokens_total[10m]))"
-        " / (max by (ENGINE) (rate(dspark_draft_rounds_total[10m])) > 0) < 1.2",
+        f"{DRAFTED_LENGTH.name} < 1.2",
         10,
         "warning",
         "Drafted rounds of {{ $labels.model }} yield {{ $value | humanize }} tokens",
@@ -107,8 +105,7 @@ ALERTS = (
     ),
     Alert(
         "DsparkCostCurveStale",
-        "abs(max by (ENGINE) (rate(dspark_measured_step_seconds_total[15m]))"
-        " / (max by (ENGINE) (rate(dspark_predicted_step_seconds_total[15m])) > 0) - 1) > 0.5",
+        f"abs({STEP_SECONDS.name} - 1) > 0.5",
         15,
         "warning",
         "Steps of {{ $labels.model }} are {{ $value | humanizePercentage }} away from the cost curve",
@@ -184,18 +181,31 @@ ALERTS = (
 
 def rules(minute_s: float = 60.0) -> dict[str, Any]:
     """The rule file. minute_s: seconds of a minute, less than 60 where nobody can wait that long."""
-    return {"groups": [{"name": "dspark", "rules": [_rule(alert, minute_s) for alert in ALERTS]}]}
+    return {
+        "groups": [
+            {"name": "dspark", "rules": [_rule(alert, minute_s) for alert in ALERTS]},
+            {"name": "dspark-recorded", "rules": [_record(record, minute_s) for record in RECORDS]},
+        ]
+    }
 
 
 def rules_file() -> str:
     return _HEADER + yaml.safe_dump(rules(), sort_keys=False, width=1000)
 
 
+def _expression(expr: str, minute_s: float) -> str:
+    return in_minutes_of(expr.replace("ENGINE", ENGINE_LABELS), minute_s)
+
+
+def _record(record: Record, minute_s: float) -> Mapping[str, Any]:
+    return {"record": record.name, "expr": _expression(record.expr, minute_s)}
+
+
 def _rule(alert: Alert, minute_s: float) -> Mapping[str, Any]:
     held = {"for": _duration(alert.minutes * minute_s)} if alert.minutes else {}
     return {
         "alert": alert.name,
-        "expr": in_minutes_of(alert.expr.replace("ENGINE", _ENGINE), minute_s),
+        "expr": _expression(alert.expr, minute_s),
         **held,
         "labels": {"severity": alert.severity},
         "annotations": {

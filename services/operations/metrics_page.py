@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.metrics import ALIASES, BUDGET, GATEWAY, SCHEDULER, Spec
+from services.operations.records import RECORDS
 
 _INTRO = """# Metrics
 
@@ -20,6 +21,14 @@ sum(rate(dspark_round_tokens_total[5m])) / sum(rate(dspark_verify_rounds_total[5
 which is the mean accept length. The engine's numbers are the same from every gateway replica: take them once,
 `max by (job, model, group) (...)`, before adding up groups. A gateway's own numbers are of the replica that a scrape reached.
 """
+_RECORDED = """
+## Recorded
+
+Series that the rules of `helm/dspark-serve/rules/dspark.yaml` keep, from several gateway replicas already taken once: for alerts,
+autoscalers, boards of your own and queries over weeks. What stands before the first colon are their labels.
+
+| name | meaning |
+|---|---|"""
 
 
 def metrics_page() -> str:
@@ -31,6 +40,8 @@ def metrics_page() -> str:
         _table(GATEWAY),
         "\n## Aliases for tools that know vLLM\n",
         _table(ALIASES),
+        _RECORDED,
+        *(f"| `{record.name}` | {record.about} |" for record in RECORDS),
     ]
     return "\n".join(parts) + "\n"
 

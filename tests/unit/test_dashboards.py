@@ -16,6 +16,7 @@ import yaml
 
 from services.metrics import CATALOGUE, GATEWAY, OPEN, SCHEDULER_UP, Spec
 from services.operations.dashboards import DASHBOARDS
+from services.operations.records import ENGINE_LABELS, RECORDS
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "helm" / "dspark-serve" / "rules" / "dspark.yaml"
@@ -23,6 +24,7 @@ RUNBOOKS = sorted((ROOT / "docs" / "runbooks").glob("*.md"))
 ALERTS = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 EXPORTED = {f"{spec.name}{suffix}": spec for spec in CATALOGUE for suffix in SUFFIXES[spec.kind]}
+RECORDED = {record.name: set(record.name.partition(":")[0].split("_")) for record in RECORDS}
 # Prometheus adds the first two to whatever it scrapes.
 ALWAYS = {"job", "instance", "model"}
 MAY_FALL = {"rate", "increase"}
@@ -37,6 +39,7 @@ def expressions() -> Iterator[tuple[str, str]]:
     for name, panel in panels():
         yield from ((f"{name}: {panel['title']}", target["expr"]) for target in panel["targets"])
     yield from ((rule["alert"], rule["expr"]) for rule in ALERTS)
+    yield from ((record.name, record.expr.replace("ENGINE", ENGINE_LABELS)) for record in RECORDS)
     for page in [*RUNBOOKS, *sorted((ROOT / "docs").glob("*.md"))]:
         for block in re.findall(r"```promql\n(.*?)```", page.read_text(), re.S):
             yield from ((page.name, line) for line in block.splitlines() if line.strip())
@@ -52,6 +55,9 @@ def check(node: Any, within: str = "") -> set[str]:
     match node:
         case promql.VectorSelector() | promql.MatrixSelector():
             selector = node.vector_selector if isinstance(node, promql.MatrixSelector) else node
+            if selector.name in RECORDED:
+                assert within not in MAY_FALL, f"{selector.name} is a rate already"
+                return RECORDED[selector.name]
             assert selector.name in EXPORTED, f"no metric {selector.name} is exported"
             spec = EXPORTED[selector.name]
             known = labels_of(spec, selector.name)
@@ -65,8 +71,8 @@ def check(node: Any, within: str = "") -> set[str]:
             return by
         case promql.Call():
             name = node.func.name
-            inner = within if name in ("abs", "histogram_quantile", "absent") else name
-            if name == "min_over_time":
+            inner = within if name in ("abs", "ceil", "histogram_quantile", "absent") else name
+            if name in ("min_over_time", "avg_over_time"):
                 inner = ""
             found = [check(each, inner) for each in node.args]
             return set.union(*found)
@@ -156,8 +162,25 @@ def test_metrics_named_in_the_documentation_are_exported():
     pages = [ROOT / "README.md", ROOT / "helm" / "dspark-serve" / "README.md", *(ROOT / "docs").rglob("*.md")]
     known = set(EXPORTED) | {spec.name for spec in CATALOGUE if spec.kind == "histogram"}
     for page in pages:
-        for name in re.findall(r"\bdspark_[a-z_]+[a-z]\b(?!\*|_\*|\.)", page.read_text()):
+        text = page.read_text()
+        recorded = re.findall(r"\b\w+:dspark_\w+:\w+", text)
+        assert set(recorded) <= set(RECORDED), page.name
+        for name in recorded:
+            text = text.replace(name, "")
+        for name in re.findall(r"\bdspark_[a-z_]+[a-z]\b(?!\*|_\*|\.)", text):
             assert name in known or name == "dspark_serve", f"{page.name}: {name}"
+
+
+def test_recorded_series_have_the_labels_that_their_names_say_and_stand_below_what_they_are_made_of():
+    names = [record.name for record in RECORDS]
+    assert len(names) == len(set(names))
+    for number, record in enumerate(RECORDS):
+        labels = check(promql.parse(record.expr.replace("ENGINE", ENGINE_LABELS)))
+        assert labels == RECORDED[record.name], record.name
+        assert set(re.findall(r"\w+:dspark_\w+:\w+", record.expr)) <= set(names[:number])
+        windows = set(re.findall(r"\[(\d+m)\]", record.expr))
+        assert all(record.name.endswith(f"rate{window}") for window in windows), record.name
+        assert set(re.findall(r"rate\d+m$", record.name)), record.name
 
 
 @pytest.mark.parametrize(
@@ -176,7 +199,9 @@ def test_links_and_settings_in_pages_for_operators_lead_somewhere(page):
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian package prometheus) is not installed")
-def test_alerts_fire_on_the_series_that_promtool_plays():
-    for command in (["check", "rules", str(RULES)], ["test", "rules", str(ROOT / "tests" / "data" / "alerts.yaml")]):
+def test_alerts_fire_and_rules_record_on_the_series_that_promtool_plays():
+    data = ROOT / "tests" / "data"
+    played = [["test", "rules", str(data / name)] for name in ("alerts.yaml", "records.yaml")]
+    for command in (["check", "rules", str(RULES)], *played):
         done = subprocess.run(["promtool", *command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
