@@ -21,6 +21,7 @@ _MAY_BE_OFF = ("scheduler.planner", "gateway.reasoning", "gateway.speculation_me
 Schema = dict[str, Any]
 _TEXT: Schema = {"type": "string"}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
+_POSITIVE: Schema = {"type": "number", "exclusiveMinimum": 0}
 _TEXTS: Schema = {"type": "object", "additionalProperties": _TEXT}
 _QUANTITY: Schema = {"type": ["string", "number"]}
 # Kubernetes' own objects, which its API server checks.
@@ -104,6 +105,9 @@ _STATED: dict[str, Schema] = {
     "httpRoute.parentRefs": {"type": "array", "items": _GATEWAY_REFERENCE},
     "httpRoute.hostnames": {"type": "array", "items": _TEXT},
     "probes.readinessPath": _choice("/ready", "/health", "/-/healthz"),
+    "serveProxy.healthCheckPeriodSeconds": _POSITIVE,
+    "serveProxy.healthCheckTimeoutSeconds": _POSITIVE,
+    "serveProxy.readyCheckTimeoutSeconds": _POSITIVE,
     "podDisruptionBudget.maxUnavailable": {"type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+%$"},
     "networkPolicy.clients": _FOREIGN_LIST,
     "podSecurityContext": _FOREIGN,

@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import helm_python as helm
@@ -174,6 +175,54 @@ def test_streams_may_finish_before_a_pod_is_gone(chart):
     assert of_kind(found, "RayService")["spec"]["rayClusterDeletionDelaySeconds"] == 361
 
 
+def variables(pod: dict[str, Any]) -> dict[str, str]:
+    (container,) = pod["spec"]["containers"]
+    return {each["name"]: each.get("value", "") for each in container["env"]}
+
+
+@pytest.mark.parametrize(
+    ("values", "draining"),
+    [
+        ({}, "35"),
+        ({"probes": {"periodSeconds": 5, "failureThreshold": 2}}, "15"),
+        ({"probes": {"periodSeconds": 60, "failureThreshold": 5}, "settings": {"gateway": {"drain_s": 30}}}, "90"),
+        ({"serveProxy": {"minDrainingSeconds": 100}}, "100"),
+    ],
+)
+def test_a_proxy_goes_on_until_its_pod_gets_no_requests_and_not_longer_than_that_lives(chart, values, draining):
+    for pod in pods(objects(chart, {**KEYS, **values})):
+        assert variables(pod)["RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S"] == draining
+
+
+def test_proxies_are_watched_as_dspark_serve_watches_them_by_variables_that_this_ray_reads(chart):
+    from ray.serve._private import constants
+
+    from services.cluster import SERVE_ENVIRONMENT
+
+    read = Path(constants.__file__).read_text()
+    for pod in pods(objects(chart, KEYS)):
+        set_here = {name: value for name, value in variables(pod).items() if name.startswith("RAY_SERVE_")}
+        assert set_here.items() >= SERVE_ENVIRONMENT.items() and len(set_here) == 5
+        assert all(f'"{name}"' in read for name in set_here)
+    given = {"healthCheckPeriodSeconds": 0.5, "healthCheckTimeoutSeconds": 3, "readyCheckTimeoutSeconds": 60}
+    changed = variables(pods(objects(chart, {**KEYS, "serveProxy": given}))[0])
+    names = ("HEALTH_CHECK_PERIOD_S", "HEALTH_CHECK_TIMEOUT_S", "READY_CHECK_TIMEOUT_S")
+    assert [changed[f"RAY_SERVE_PROXY_{name}"] for name in names] == ["0.5", "3", "60"]
+    with pytest.raises(helm.HelmError, match="healthCheckPeriodSeconds"):
+        chart.validate_schema({**KEYS, "serveProxy": {"healthCheckPeriodSeconds": 0}})
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_more_or_fewer_engine_groups_change_nothing_but_their_number_in_the_serve_config(chart, groups):
+    before = MATRIX["autoscaling"]
+    after = {**before, "settings": {**before["settings"], "groups": groups}}
+    was, is_now = objects(chart, before), objects(chart, after)
+    assert arguments(is_now) == {**arguments(was), "groups": groups}
+    for found in (was, is_now):
+        of_kind(found, "RayService")["spec"]["serveConfigV2"] = ""
+    assert was == is_now
+
+
 def test_nothing_but_the_gateway_is_open_to_clients(chart):
     found = objects(chart, EVERYTHING)
     rules = of_kind(found, "NetworkPolicy")["spec"]["ingress"]
@@ -240,6 +289,10 @@ def test_monitors_and_budget_select_the_pods_of_this_release(chart):
                 "workerGroups": {"workers": {"gpus": 2}},
             },
             "settings.resources.verifier_gpus is 1 for each of 3 engine groups",
+        ),
+        (
+            {**KEYS, "serveProxy": {"minDrainingSeconds": 200}},
+            "minDrainingSeconds is 200 and a pod is killed after 180 seconds",
         ),
     ],
 )

@@ -48,6 +48,14 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- dig "gateway" "drain_s" 120 .Values.settings | float64 | ceil | int -}}
 {{- end -}}
 
+{{/* Seconds that a proxy without replicas goes on at least: until nothing is sent there any more, and not longer than its pod. */}}
+{{- define "dspark.proxyDraining" -}}
+{{- $most := add (include "dspark.drain" . | int) 60 | int -}}
+{{- $given := .Values.serveProxy.minDrainingSeconds | int -}}
+{{- if gt $given $most }}{{ fail (printf "serveProxy.minDrainingSeconds is %d and a pod is killed after %d seconds (settings.gateway.drain_s and 60)" $given $most) }}{{ end -}}
+{{- $given | default (min $most (add (mul (int .Values.probes.periodSeconds) (int .Values.probes.failureThreshold)) 5)) -}}
+{{- end -}}
+
 {{/* Devices of all worker pods together, when all are there. */}}
 {{- define "dspark.gpus" -}}
 {{- $total := 0 -}}

@@ -65,6 +65,10 @@ spec:
         - {name: HF_HOME, value: /cache/huggingface}
         - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
         - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "services.gateway.proxy_answers:middlewares"}
+        - {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: {{ $values.serveProxy.healthCheckPeriodSeconds | quote }}}
+        - {name: RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S, value: {{ $values.serveProxy.healthCheckTimeoutSeconds | quote }}}
+        - {name: RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S, value: {{ $values.serveProxy.readyCheckTimeoutSeconds | quote }}}
+        - {name: RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S, value: {{ include "dspark.proxyDraining" $root | quote }}}
         {{- with $values.hfToken }}{{ if .existingSecret }}
         - name: HF_TOKEN
           valueFrom: {secretKeyRef: {name: {{ .existingSecret }}, key: {{ .key }}}}
