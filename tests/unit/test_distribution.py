@@ -43,6 +43,17 @@ def test_the_wheel_holds_the_four_packages_their_sources_and_nothing_else(tmp_pa
     assert "verifier/native.c" in names and "scheduler/py.typed" in names
 
 
+def test_make_tells_of_every_step_that_installs_before_it_runs(tmp_path: Path) -> None:
+    """pip is quiet for minutes."""
+    command = ["make", "--dry-run", "--always-make", f"VENV={tmp_path / 'venv'}", "lint"]
+    steps = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    installs = [number for number, step in enumerate(steps) if "pip " in step and " install" in step]
+    assert len(installs) == 4
+    assert all(steps[number - 1].startswith('echo "[') for number in installs)
+    told = [step.split('"')[1] for step in steps if step.startswith("echo")]
+    assert [line.partition("]")[0] for line in told] == ["[1/4", "[2/4", "[3/4", "[4/4", "[dev"]
+
+
 @pytest.mark.parametrize("package", sorted(PACKAGES))
 def test_no_other_distribution_owns_a_package_of_ours(package: str) -> None:
     assert set(importlib.metadata.packages_distributions()[package]) == {"dspark-serve"}
