@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import httpx
 
-from services.doctor.findings import Finding, fail, ok, warn
+from services.doctor.findings import Finding, age, fail, ok, warn
 from services.scrape import Scrape, parse_page
 
 _TIMEOUT_S = 10.0
@@ -128,10 +128,22 @@ def _curve(page: Scrape) -> Finding:
     if not page.value("dspark_cost_curve_loaded"):
         return ok("curve", f"the planner {page.label('dspark_planner_info', 'planner')} needs none")
     age_s, factor = page.value("dspark_cost_curve_age_seconds"), page.value("dspark_cost_curve_factor")
-    if not 1 / _FACTOR < factor < _FACTOR or age_s > _OLD_S:
-        said = f"the cost curve is {age_s / 86400:.0f} days old and steps take {factor:.2f} times as long now"
-        return warn("curve", said, "restart the engine: the start measures it again; docs/runbooks/cost-curve.md")
-    return ok("curve", f"steps take {factor:.2f} times what it says, measured {age_s / 3600:.1f} hours ago")
+    said = f"steps take {factor:.2f} times as long as when the cost curve was measured, {age(age_s)} ago"
+    if not 1 / _FACTOR < factor < _FACTOR:
+        return warn(
+            "curve",
+            said,
+            "look what else uses the device; then restart: a start tries a few steps and measures the curve anew where they "
+            "disagree; docs/runbooks/cost-curve.md",
+        )
+    if age_s > _OLD_S:
+        return warn(
+            "curve",
+            said,
+            "nothing while steps agree with it, and a restart keeps it then; to have it measured anew all the same, delete its "
+            "file and restart; docs/runbooks/cost-curve.md",
+        )
+    return ok("curve", said)
 
 
 def _acceptance(page: Scrape) -> Finding:

@@ -35,6 +35,14 @@ def fail(check: str, said: str, todo: str) -> Finding:
     return Finding(check, "fail", said, todo)
 
 
+def age(seconds: float) -> str:
+    """In the unit in which it is some."""
+    for unit, size in (("days", 86400.0), ("hours", 3600.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 60:.0f} minutes"
+
+
 def found(check: str, look: Callable[[], Finding]) -> Finding:
     """What `look` finds. A refusal of ours says itself what to do."""
     try:

@@ -13,12 +13,16 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
+
+from scheduler.errors import SettingsError
 from services.doctor.findings import Finding, fail, ok, warn
 from services.settings import Settings
 
 _DISTRIBUTION = "dspark-serve"
 _SHOWN = ("torch", "transformers", "ray", "numpy")
 _FILES = 8192
+_ANSWER_S = 2.0
 _CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 SHARED_MEMORY = Path("/dev/shm")
 OBJECT_STORE_BYTES = 256 * 1024 * 1024
@@ -171,8 +175,24 @@ def check_port(settings: Settings) -> Finding:
     from services.address import check_address
 
     host, port = settings.gateway.host, settings.gateway.port
-    check_address(host, port)
+    try:
+        check_address(host, port)
+    except SettingsError:
+        if not (serves := _what_serves(settings)):
+            raise
+        return ok("port", f"{host}:{port} is held by a DSpark server that runs ({serves}); a second one needs another")
     return ok("port", f"{host}:{port} is free")
+
+
+def _what_serves(settings: Settings) -> str:
+    """What a server of ours at that address says of itself; empty where there is none."""
+    from services.launch import local_url
+
+    try:
+        told = httpx.get(f"{local_url(settings)}/ready", timeout=_ANSWER_S, trust_env=False).json()
+        return {"ready": f"serves {told.get('model')}", "not ready": str(told.get("reason"))}.get(told["status"], "")
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, AttributeError):
+        return ""
 
 
 def check_access(settings: Settings) -> Finding:

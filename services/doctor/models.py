@@ -14,7 +14,7 @@ from drafter.checkpoint import FOLDERLESS, load_checkpoint, resolve_checkpoint
 from scheduler.admit import parse_planner
 from scheduler.errors import SettingsError
 from scheduler.throughput import CurveRejected, load_curve
-from services.doctor.findings import Finding, fail, ok, warn
+from services.doctor.findings import Finding, age, fail, ok, warn
 from services.engine import curve_path, machine_key
 from services.model_card import read_card
 from services.settings import Settings
@@ -235,10 +235,11 @@ def check_curve(models: Models) -> Finding:
     if age_s > _OLD_S:
         return warn(
             "curve",
-            f"{path.name} is {age_s / 86400:.0f} days old",
-            f"delete {path} so that the next start measures it anew",
+            f"{path.name} was measured {age(age_s)} ago",
+            f"nothing: each start tries it with a few steps and measures anew where they disagree; delete {path} to have it "
+            "measured all the same",
         )
-    return ok("curve", f"measured {age_s / 3600:.1f} hours ago, up to {curve.points.tokens[-1]} tokens a step")
+    return ok("curve", f"measured {age(age_s)} ago, up to {curve.points.tokens[-1]} tokens a step")
 
 
 def _width(models: Models) -> int:

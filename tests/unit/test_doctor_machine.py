@@ -181,7 +181,7 @@ def test_curves_that_are_missing_stale_broken_or_old(look, tree):
     path = curve(settings, key={"target": "another"})
     assert_said(look()["curve"], "warn", "measured with target 'another'")
     curve(settings, measured_at=time.time() - 40 * 86400)
-    assert_said(look()["curve"], "warn", "40 days old", str(path))
+    assert_said(look()["curve"], "warn", "40 days ago", str(path))
     path.write_text("{}")
     assert_said(look()["curve"], "warn", "not a curve")
     assert look(scheduler={"planner": "fixed:3"})["curve"].state == "ok"

@@ -17,7 +17,10 @@ from scheduler.stats import SchedulerStats
 from services.cli import main
 from services.doctor.deployment import check_deployment
 from services.doctor.findings import Finding
+from services.doctor.findings import found as found_by
+from services.doctor.machine import check_port
 from services.gateway.auth import ApiKey, AuthConfig, digest_of
+from services.settings import Settings, load_settings
 from tests.served_gateway import ServedGateway
 
 WELL = SchedulerStats(
@@ -70,7 +73,8 @@ def test_a_server_that_is_well_has_no_warning_and_status_0(gateway, capsys):
         ("memory", "warn", {"num_preemptions": 20}, "20 preemptions"),
         ("curve", "warn", {"trim_off_reason": "no cost curve: it failed", "curve_loaded": False}, "it failed"),
         ("curve", "warn", {"verify_cost_factor": 2.5}, "2.50 times as long"),
-        ("curve", "warn", {"curve_age_s": 40 * 86400.0}, "40 days old"),
+        ("curve", "warn", {"verify_cost_factor": 2.5, "curve_age_s": 300.0}, "measured, 5 minutes ago"),
+        ("curve", "warn", {"curve_age_s": 40 * 86400.0}, "40 days ago"),
         ("acceptance", "warn", {"num_accepted_tokens": 30}, "1.03 tokens"),
         (
             "calibration",
@@ -85,6 +89,48 @@ def test_what_is_not_well_is_said_with_what_to_do(gateway, check, state, changes
     findings = found(gateway.url)
     assert findings[check].state == state and words in findings[check].said and findings[check].todo
     assert {each.check for each in findings.values() if each.state != "ok"} == {check}, "and nothing else"
+
+
+def test_what_a_restart_does_to_a_curve_is_said_as_it_is(gateway):
+    gateway.stats = replace(WELL, verify_cost_factor=2.5, curve_age_s=300.0)
+    assert "measures the curve anew where they disagree" in found(gateway.url)["curve"].todo
+    gateway.stats = replace(WELL, curve_age_s=40 * 86400.0)
+    assert "a restart keeps it" in found(gateway.url)["curve"].todo
+
+
+def settings_for(gateway: ServedGateway) -> Settings:
+    return load_settings(args={"gateway": {"port": gateway.port}})
+
+
+def test_a_port_that_a_server_of_ours_holds_is_ok_and_says_whose_it_is(gateway):
+    finding = check_port(settings_for(gateway))
+    assert finding.state == "ok" and "held by a DSpark server" in finding.said and "(serves " in finding.said
+
+
+def test_a_port_that_a_starting_server_of_ours_holds_is_ok_and_says_what_it_waits_for(bench, make_script):
+    scheduler = bench.scheduler(make_script(bench.rounds("Hello")))
+    scheduler.ready = False
+    with ServedGateway(scheduler) as starting:
+        finding = check_port(settings_for(starting))
+    assert finding.state == "ok" and "(not ready" in finding.said
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '{"status": "fine"}', "<html>", '{"status": ["ready"]}'])
+def test_a_port_that_another_server_holds_is_a_failure(text):
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Other) as other:
+        Thread(target=other.handle_request, daemon=True).start()
+        settings = load_settings(args={"gateway": {"port": other.server_port}})
+        finding = found_by("port", lambda: check_port(settings))
+    assert finding.state == "fail" and "in use" in finding.said
 
 
 def test_a_server_without_a_drafter_or_a_curve_may_be_well(gateway):
