@@ -52,11 +52,15 @@ COMPLETION_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def refuse_unsupported(raw: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises BadParams naming the first parameter of `raw` that asks for something we do not do."""
-    for name, harmless in unsupported.items():
-        value = raw.get(name)
-        if value is not None and not any(_same(value, allowed) for allowed in harmless):
-            raise BadParams(f"{name} is not supported by this server", param=name)
+    """Raises BadParams naming every parameter of `raw` that asks for something we do not do; `param` is the first of them."""
+    names = [name for name, value in raw.items() if name in unsupported and _asks(value, unsupported[name])]
+    if names:
+        listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+        raise BadParams(f"{listed} {'is' if len(names) == 1 else 'are'} not supported by this server", param=names[0])
+
+
+def _asks(value: Any, harmless: tuple[Any, ...]) -> bool:
+    return value is not None and not any(_same(value, allowed) for allowed in harmless)
 
 
 def _same(value: Any, allowed: Any) -> bool:

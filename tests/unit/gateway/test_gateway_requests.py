@@ -111,6 +111,22 @@ async def test_a_wrong_parameter_is_a_400_that_names_it(bench, make_script, body
     assert response.status_code == 400 and response.json()["error"]["param"] == param and not scheduler.requests
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"echo": True, "store": True}, "echo and store are not supported by this server"),
+        ({"store": True, "echo": True, "audio": {}}, "store, echo and audio are not supported by this server"),
+        ({"store": False, "echo": True, "modalities": ["text"]}, "echo is not supported by this server"),
+    ],
+)
+async def test_all_unsupported_parameters_are_named_at_once(bench, make_script, body, change, message):
+    async with bench.serve(make_script()) as (client, _):
+        response = await client.post(CHAT, json=body(**change))
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["message"] == message
+    assert error["param"] == next(name for name in change if message.startswith(name))
+
+
 async def test_deadlines_are_capped_by_the_deployment_and_priorities_passed_on(bench, make_script, body):
     config = GatewayConfig(max_timeout_s=60)
     async with bench.serve(make_script(bench.rounds("Hi")), config) as (client, scheduler):
