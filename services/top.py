@@ -18,21 +18,29 @@ from scheduler.errors import Failed, SettingsError
 from services.scrape import Scrape, parse_page
 
 _TIMEOUT_S = 5.0
+_SIGNS_OF_WORK = ("dspark_steps_total", "dspark_requests_total")
 _VERBS = ("draft", "plan", "verify", "apply")
 _HOME, _LINE_END, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """now: the page; rose: its counters since the one before; seconds: between the two."""
+    """now: the page; rose: its counters since the one before; seconds: between the two. sums: nothing rose, so `rose` is what
+    they came to since the server's processes started, and there is no rate."""
 
     url: str
     now: Scrape
     rose: Scrape
     seconds: float
+    sums: bool = False
 
-    def rate(self, name: str, **labels: str) -> float:
-        return self.rose.value(name, **labels) / self.seconds
+    def of(self, rose: float, digits: int = 1) -> str:
+        """A rate with its unit, or the sum."""
+        return f"{rose:.0f}" if self.sums else f"{rose / self.seconds:.{digits}f}"
+
+    @property
+    def per_s(self) -> str:
+        return "" if self.sums else "/s"
 
     def ratio(self, above: str, below: str) -> float | None:
         """Of what two counters rose by; None when the lower one did not."""
@@ -82,7 +90,8 @@ def watch(
     out: TextIO,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Raises Failed when the server is not there at first, or not for the only page. One that goes away later is waited for."""
+    """Raises Failed when the server is not there at first, or not for the only page. One that goes away later is waited for.
+    The only page of an idle server shows sums."""
     before, before_s, shown = _read(client, url), time.monotonic(), 0
     while not count or shown < count:
         sleep(interval_s)
@@ -94,7 +103,10 @@ def watch(
                 raise
             _show(out, [f"{error}; waiting for it"])
             continue
-        view = View(url, now, now.since(before), now_s - before_s)
+        rose = now.since(before)
+        view = View(url, now, rose, now_s - before_s)
+        if count == 1 and not any(rose.value(name) for name in _SIGNS_OF_WORK):
+            view = View(url, now, now, now_s - before_s, sums=True)
         _show(out, page(view))
         before, before_s = now, now_s
 
@@ -127,7 +139,8 @@ def _show(out: TextIO, lines: list[str]) -> None:
 def page(view: View) -> list[str]:
     now = view.now
     model = now.label("dspark_scheduler_up", "model") or next(iter(now.by("dspark_scheduler_up", "model")), "")
-    head = f"{view.url}  {model or 'no model yet'}  {time.strftime('%H:%M:%S')}  over {view.seconds:.1f} s"
+    over = "idle: sums since it started" if view.sums else f"over {view.seconds:.1f} s"
+    head = f"{view.url}  {model or 'no model yet'}  {time.strftime('%H:%M:%S')}  {over}"
     if not now.value("dspark_scheduler_up"):
         return [head, "the scheduler does not answer its gateway: it starts, restarts or is lost (see /ready)"]
     rows = (_requests, _tokens, _latency, _drafts, _positions, _verbs, _planner, _gate, _cache, _workers)
@@ -138,20 +151,20 @@ def _requests(view: View) -> tuple[str, str]:
     now = view.now
     ended = view.rose.by("dspark_requests_total", "outcome")
     bad = "".join(
-        f", {outcome} {n / view.seconds:.2f}/s" for outcome, n in sorted(ended.items()) if n and outcome != "stop"
+        f", {outcome} {view.of(n, 2)}{view.per_s}" for outcome, n in sorted(ended.items()) if n and outcome != "stop"
     )
     running, waiting = now.value("dspark_requests_running"), now.value("dspark_requests_waiting")
     return (
         "requests",
-        f"{running:.0f} running, {waiting:.0f} waiting; {sum(ended.values()) / view.seconds:.2f}/s ended{bad}",
+        f"{running:.0f} running, {waiting:.0f} waiting; {view.of(sum(ended.values()), 2)}{view.per_s} ended{bad}",
     )
 
 
 def _tokens(view: View) -> tuple[str, str]:
-    return "tokens/s", (
-        f"{view.rate('dspark_emitted_tokens_total'):.1f} written, {view.rate('dspark_prefill_tokens_total'):.1f} of prompts "
-        f"computed, {view.rate('dspark_step_tokens_total'):.1f} through the target"
+    written, computed, through = (
+        view.of(view.rose.value(f"dspark_{name}_tokens_total")) for name in ("emitted", "prefill", "step")
     )
+    return f"tokens{view.per_s}", f"{written} written, {computed} of prompts computed, {through} through the target"
 
 
 def _latency(view: View) -> tuple[str, str]:
@@ -187,9 +200,11 @@ def _positions(view: View) -> tuple[str, str]:
 
 def _verbs(view: View) -> tuple[str, str]:
     """Seconds per second; above 1 together where two devices work at a time."""
-    parts = [f"{verb} {view.rate('dspark_step_seconds_total', verb=verb):.2f}" for verb in _VERBS]
-    step = view.ratio("dspark_step_seconds_total", "dspark_steps_total")
-    return "s per s", f"{', '.join(parts)}; {view.rate('dspark_steps_total'):.1f} steps/s of {_ms(step)}"
+    spent = {verb: view.rose.value("dspark_step_seconds_total", verb=verb) for verb in _VERBS}
+    parts = [f"{verb} {s if view.sums else s / view.seconds:.2f}" for verb, s in spent.items()]
+    step, steps = view.ratio("dspark_step_seconds_total", "dspark_steps_total"), view.rose.value("dspark_steps_total")
+    name = "seconds" if view.sums else "s per s"
+    return name, f"{', '.join(parts)}; {view.of(steps)} steps{view.per_s} of {_ms(step)}"
 
 
 def _planner(view: View) -> tuple[str, str]:

@@ -78,15 +78,35 @@ def test_rates_are_per_second_of_the_interval():
 
 
 def test_a_restart_between_two_pages_makes_no_negative_rate(gateway):
-    fresh = replace(EARLY, num_rounds=10, num_round_tokens=20, num_emitted_tokens=30, verified_at=(), accepted_at=())
+    fresh = replace(
+        EARLY, num_steps=8, num_rounds=10, num_round_tokens=20, num_emitted_tokens=30, verified_at=(), accepted_at=()
+    )
     (rows,) = shown(gateway, fresh)
     assert "-" not in rows["tokens/s"] and rows["drafts"].startswith("accept length 2.00")
 
 
-def test_an_idle_server_shows_dashes_not_numbers(gateway):
-    (rows,) = shown(gateway, EARLY)
+def test_an_idle_server_shows_dashes_not_numbers_while_it_is_watched(gateway):
+    rows, _ = shown(gateway, EARLY, EARLY)
     assert rows["by position"] == "-" and rows["drafts"].startswith("accept length -")
     assert rows["requests"].endswith("0.00/s ended")
+
+
+def test_the_only_page_of_an_idle_server_shows_what_it_has_done_so_far(gateway):
+    (rows,) = shown(gateway, EARLY)
+    assert rows["requests"] == "3 running, 1 waiting; 0 ended"
+    assert rows["tokens"] == "500 written, 300 of prompts computed, 900 through the target"
+    assert rows["drafts"] == "accept length 2.00, verify budget 4.00; a round drafts 5.00, verifies 3.00, accepts 1.00"
+    assert rows["by position"] == "1: 0.75  2: 0.33"
+    assert rows["seconds"] == "draft 1.00, plan 0.10, verify 3.00, apply 0.10; 100 steps of 42.0 ms"
+
+
+def test_the_only_page_says_that_its_numbers_are_sums(gateway):
+    out = io.StringIO()
+    with httpx.Client() as client:
+        watch(client, gateway.url, 0.05, 1, out)
+        assert "idle: sums since it started" in out.getvalue().splitlines()[0]
+        watch(client, gateway.url, 0.05, 1, out, lambda seconds: setattr(gateway, "stats", LATER))
+    assert " over 0." in out.getvalue().split("\n\n")[1].splitlines()[0]
 
 
 def test_lost_workers_and_a_lost_scheduler_are_said(gateway):
