@@ -42,10 +42,10 @@ class Outcome:
     """seconds: virtual. tokens_per_s: of the engine. user_tokens_per_s: median over answers of tokens after the first per second.
 
     ttft_s, tpot_s: 50th and 99th percentile over answers that began / ended in the window. accept_length: tokens per round,
-    the target's own counted. budget: drafts verified per round; budget_by_load: the same by requests decoding (upper edges,
-    powers of 2). gate: share of the steps in each state. longest_wait: most steps that an answer once begun had to wait for a
-    token (1 is none). prediction: seconds predicted over seconds measured, draft and verify, where predicted. plan_wall_s: real
-    seconds of planning a step here, median. overlapped: share of the steps in which one cohort drafted while another was
+    the target's own counted. budget: tokens verified per round, likewise; budget_by_load: the same by requests decoding (upper
+    edges, powers of 2). gate: share of the steps in each state. longest_wait: most steps that an answer once begun had to wait
+    for a token (1 is none). prediction: seconds predicted over seconds measured, draft and verify, where predicted. plan_wall_s:
+    real seconds of planning a step here, median. overlapped: share of the steps in which one cohort drafted while another was
     verified. history: every counted step.
     """
 
@@ -197,7 +197,7 @@ class Recorder:
             num_verified=num_verified,
             num_accepted=sum(step.num_accepted for step in steps),
             accept_length=sum(step.num_round_tokens for step in steps) / max(1, num_rounds),
-            budget=num_verified / max(1, num_rounds),
+            budget=1 + num_verified / max(1, num_rounds),
             budget_by_load=budget_by_load(steps),
             gate={state: count / len(steps) for state, count in sorted(gates.items())},
             longest_wait=self._longest_wait,
@@ -210,7 +210,7 @@ class Recorder:
 
 
 def budget_by_load(steps: Sequence[Step]) -> dict[int, float]:
-    """Drafts verified per round, by the number of requests that decoded: 1, 2, 3 to 4, 5 to 8, ... by their upper edge."""
+    """The verify budget by the number of requests that decoded: 1, 2, 3 to 4, 5 to 8, ... by their upper edge."""
     verified: Counter[int] = Counter()
     rounds: Counter[int] = Counter()
     for step in steps:
@@ -218,7 +218,7 @@ def budget_by_load(steps: Sequence[Step]) -> dict[int, float]:
             edge = 1 << (step.num_rounds - 1).bit_length()
             verified[edge] += step.num_verified
             rounds[edge] += step.num_rounds
-    return {edge: verified[edge] / rounds[edge] for edge in sorted(rounds)}
+    return {edge: 1 + verified[edge] / rounds[edge] for edge in sorted(rounds)}
 
 
 def regrets(outcomes: Mapping[str, Outcome]) -> dict[str, float]:

@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from dataclasses import dataclass, field
+from typing import TextIO
 
 from scheduler.errors import ServingError, revive
 from scheduler.wire import Delta, FinishReason, Request
@@ -23,6 +24,7 @@ from services.settings import Settings
 from services.workers import launch_colocated
 
 ACCEPTED, OWN, RESET = "\033[30;42m", "\033[33m", "\033[0m"
+_ERASED = "\r\033[K"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,22 @@ class Tally:
         return [
             f"{self.num_tokens} tokens in {self.num_rounds} verify rounds: accept length "
             f"{self.num_round_tokens / rounds:.2f} (tokens per round, the target's own one included)",
-            f"verify budget {self.num_verified / rounds:.2f} drafted tokens a round of {self.num_drafted / rounds:.2f} "
-            f"drafted; {self.num_accepted} of {self.num_verified} verified were accepted",
+            f"verify budget {1 + self.num_verified / rounds:.2f} (tokens verified per round, the target's own one included); "
+            f"{self.num_drafted / rounds:.2f} drafted a round, {self.num_accepted} of {self.num_verified} verified were accepted",
             f"{speed:.1f} tokens/s, first token after {1000 * self.first_token_s:.0f} ms",
         ]
+
+
+class Progress:
+    """What the start is doing, on a line that is gone when it is done; nothing where stderr is no terminal."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def __call__(self, phase: str) -> None:
+        if self._out.isatty():
+            self._out.write(f"{_ERASED}{phase} ..." if phase else _ERASED)
+            self._out.flush()
 
 
 class Printer:
@@ -130,7 +144,8 @@ def generate(settings: Settings, prompt: Prompt, *, show_drafts: bool) -> None:
 
 async def _generate(settings: Settings, prompt: Prompt, show_drafts: bool) -> None:
     chat = prompt.chat(settings.model_name)
-    engine = Engine(settings, launch_colocated)
+    progress = Progress(sys.stderr)
+    engine = Engine(settings, launch_colocated, progress)
     try:
         await engine.start()
         model = LoadedModel.from_card(await engine.card())
@@ -139,6 +154,7 @@ async def _generate(settings: Settings, prompt: Prompt, show_drafts: bool) -> No
         printer = Printer(model, params.stop_ids, show_drafts=show_drafts)
         tally = await _run(engine, Request(uuid.uuid4().hex, tuple(prompt_ids), params, "generate"), printer)
     finally:
+        progress("")
         await engine.stop()
     if show_drafts:
         print(printer.legend(), *tally.lines(), sep="\n", file=sys.stderr)

@@ -251,7 +251,7 @@ def _ramp(history: Sequence[Step], num_bins: int = 40) -> Ramp:
         seconds=edges[1:][busy].tolist(),
         live=(rounds[busy] / total([int(step.num_rounds > 0) for step in history])[busy]).tolist(),
         tokens_per_s=(total([step.num_round_tokens for step in history]) / np.diff(edges))[busy].tolist(),
-        budget=(total([step.num_verified for step in history])[busy] / rounds[busy]).tolist(),
+        budget=(1 + total([step.num_verified for step in history])[busy] / rounds[busy]).tolist(),
     )
 
 
@@ -280,8 +280,8 @@ _COLUMNS = (
     "plan",
 )
 _LEGEND = (
-    "ratio: to the best fixed arm (off, fixed:k); accept: tokens per round, the target's own included; budget: drafts\n"
-    "verified per round; times in ms; gate: share of the steps in which nobody drafts because it does not pay;\n"
+    "ratio: to the best fixed arm (off, fixed:k); accept: tokens per round, the target's own included; budget: tokens\n"
+    "verified per round, likewise; times in ms; gate: share of the steps in which nobody drafts because it does not pay;\n"
     "plan: real ms of planning a step here"
 )
 

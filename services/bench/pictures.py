@@ -66,7 +66,7 @@ def _draw_arm(row: Sequence[Any], points: Sequence[Point], style: dict[str, Any]
     loads = [p.load for p in points]
     row[0].plot([p.user_tokens_per_s for p in points], [p.tokens_per_s for p in points], **style)
     row[1].plot(loads, [p.tokens_per_s for p in points], **style)
-    row[2].plot(loads, [1.0 + p.budget for p in points], **style)
+    row[2].plot(loads, [p.budget for p in points], **style)
     rated = [p for p in points if p.ratio is not None]
     row[3].plot([p.load for p in rated], [p.ratio for p in rated], **style)
 
@@ -88,8 +88,8 @@ def _draw_ramp(row: Sequence[Any], ramp: Ramp, style: dict[str, Any]) -> None:
     style = {**style, "marker": ""}
     row[0].plot(ramp.seconds, ramp.live, **style)
     row[1].plot(ramp.seconds, ramp.tokens_per_s, **style)
-    row[2].plot(ramp.seconds, [1.0 + budget for budget in ramp.budget], **style)
-    row[3].plot(ramp.live, [1.0 + budget for budget in ramp.budget], **{**style, "linestyle": "", "marker": "."})
+    row[2].plot(ramp.seconds, ramp.budget, **style)
+    row[3].plot(ramp.live, ramp.budget, **{**style, "linestyle": "", "marker": "."})
 
 
 def _label_ramp(row: Sequence[Any], panel: str) -> None:

@@ -42,7 +42,7 @@ class Place:
 @dataclass(slots=True)
 class Arm:
     """One planner at one place. Lists have one entry per round of the benchmark, or per answer. accept_length: tokens per verify
-    round, the target's own one included. budget: drafted tokens verified per round. num_good: answers within the limits."""
+    round, the target's own one included. budget: tokens verified per round, likewise. num_good: answers within the limits."""
 
     place: Place
     planner: str
@@ -91,7 +91,7 @@ class Arm:
 
     @property
     def budget(self) -> float:
-        return self.num_verified / self.num_rounds if self.num_rounds else 0.0
+        return 1.0 + self.num_verified / self.num_rounds if self.num_rounds else 1.0
 
     @property
     def good_share(self) -> float:
@@ -223,8 +223,8 @@ _COLUMNS = (
 )
 LEGEND = (
     "times in ms; /off, /best: against `off` and the best of off and fixed:k, median of the rounds run side by side;\n"
-    "good: share of answers within the limits; accept: tokens per verify round, the target's own included; budget: drafts\n"
-    "verified per round"
+    "good: share of answers within the limits; accept: tokens per verify round, the target's own included; budget: tokens\n"
+    "verified per round, likewise"
 )
 
 

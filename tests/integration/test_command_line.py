@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -79,8 +81,31 @@ def test_generate_shows_where_tokens_came_from(flags, capsys, monkeypatch):
     shown = capsys.readouterr()
     assert main(["generate", *flags, "--max-tokens", "80", "--temperature", "0", "a longer prompt"]) == 0
     assert shown.out.replace("«", "").replace("»", "") == capsys.readouterr().out
-    for words in ("accept length", "verify budget", "tokens/s", "first token after"):
+    for words in ("accept length", "tokens/s", "first token after"):
         assert words in shown.err
+    rounds, verified = (
+        int(re.search(text, shown.err)[1]) for text in (r"in (\d+) verify rounds", r"of (\d+) verified")
+    )
+    assert f"verify budget {1 + verified / rounds:.2f} " in shown.err, (
+        "as the metrics have it: the target's own token too"
+    )
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("make", [Terminal, io.StringIO])
+def test_generate_says_on_a_terminal_what_it_waits_for_and_leaves_nothing_of_it(flags, capsys, monkeypatch, make):
+    monkeypatch.setattr(sys, "stderr", shown := make())
+    assert main(["generate", *flags, "--max-tokens", "4", "hello"]) == 0
+    if not shown.isatty():
+        assert shown.getvalue() == ""
+        return
+    phases = shown.getvalue().split("\r\x1b[K")
+    assert phases[1:3] == ["loading the models ...", "measuring the cost curve ..."] and not phases[-1]
+    assert "..." not in capsys.readouterr().out
 
 
 def test_generate_with_a_seed_repeats_itself(flags, capsys):
@@ -136,7 +161,7 @@ def test_bench_compares_planners_side_by_side(flags, capsys):
     for row in rows:
         assert row["tokens_per_s"] > 0 and len(row["tokens_per_s_runs"]) == 2 and row["accept_length"] >= 1
         assert row["tokens"] == 2 * 12 * 3 * row["concurrency"]
-        assert row["verify_budget"] == 0 or row["planner"] == "fixed:7"
+        assert row["verify_budget"] == 1 or row["planner"] == "fixed:7"
 
 
 class Server:

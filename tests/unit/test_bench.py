@@ -72,7 +72,7 @@ def test_lengths_are_ratios_of_sums_not_means_of_ratios():
     made = Arm(HERE, "p")
     made.add(Answers(0.0, 2.0, [tally(11, 10, verified=70)]), Limits())
     made.add(Answers(0.0, 2.0, [tally(3, 1)]), Limits())
-    assert made.accept_length == 12 / 11 and made.budget == 70 / 11
+    assert made.accept_length == 12 / 11 and made.budget == 1 + 70 / 11
     assert made.tokens_per_s == [5.5, 1.5]
     assert Arm(HERE, "p").accept_length == 1.0
 
