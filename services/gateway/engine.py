@@ -108,7 +108,7 @@ class EngineClient:
         try:
             return await asyncio.wait_for(call, self._config.call_timeout_s if timeout_s is None else timeout_s)
         except TimeoutError:
-            raise SchedulerLost("the scheduler does not answer; it may still be starting") from None
+            raise SchedulerLost("the scheduler does not answer: it starts, or the server shuts down") from None
 
     def cancel_later(self, request_id: str, submitted: asyncio.Task[Subscription]) -> None:
         """One cancel in the background, after the submit arrived: the other order would leave the request running."""

@@ -14,7 +14,7 @@ from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from scheduler.errors import DeadlineExceeded, SchedulerLost, ServingError
+from scheduler.errors import DeadlineExceeded, SchedulerLost, ServingError, ShuttingDown
 from services.gateway.errors import error_body, error_response
 from services.gateway.guard import REQUEST_ID
 from services.gateway.stream import event
@@ -26,6 +26,7 @@ ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "services.gateway.pr
 
 _PROXYS_OWN_PATHS = "/-/"
 _HEALTH_PATH = "/health"
+_NO_ROUTE = 404
 _TIMED_OUT = 408
 
 
@@ -34,10 +35,14 @@ def middlewares() -> list[Middleware]:
 
 
 class ProxyAnswers:
-    """Around the proxy: its own errors become envelopes, a stream that it breaks off ends with an error event."""
+    """Around the proxy: its own errors become envelopes, a stream that it breaks off ends with an error event.
+
+    Serve takes the route away first when an application has to go: no route after a gateway has answered is a server that
+    shuts down, before that one that starts."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._served = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"].startswith(_PROXYS_OWN_PATHS):
@@ -47,9 +52,11 @@ class ProxyAnswers:
             await self._app(scope, receive, passing.send)
         except Exception:
             logger.exception("Serve's proxy failed")
-        if passing.refusal is not None:
+        self._served |= passing.started and passing.refused is None
+        if passing.refused is not None:
             alive = scope["path"] == _HEALTH_PATH  # whoever answers this lives, whatever has gone or is to come
-            await _answer(JSONResponse({"status": "alive"}) if alive else passing.refusal, scope, receive, send)
+            refusal = JSONResponse({"status": "alive"}) if alive else _refusal(passing.refused, served=self._served)
+            await _answer(refusal, scope, receive, send)
         elif not passing.started:
             lost = SchedulerLost("the gateway stopped before it answered; send the request again")
             await _answer(error_response(lost), scope, receive, send)
@@ -60,29 +67,31 @@ class ProxyAnswers:
 
 
 class _Passing:
-    """Messages on their way to the client. refusal: what to answer instead of the error that was held back."""
+    """Messages on their way to the client. refused: the beginning of an error of the proxy's own, which was held back."""
 
     def __init__(self, send: Send) -> None:
         self.started = self.streams = self.complete = False
-        self.refusal: Response | None = None
+        self.refused: Message | None = None
         self._send = send
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             content_type = Headers(raw=message["headers"]).get("content-type", "")
             if message["status"] >= 400 and content_type.startswith("text/plain"):
-                self.refusal = _refusal(message)
+                self.refused = message
             self.started = True
             self.streams = content_type.startswith("text/event-stream")
         elif message["type"] == "http.response.body":
             self.complete = not message.get("more_body", False)
-        if self.refusal is None:
+        if self.refused is None:
             await self._send(message)
 
 
-def _refusal(start: Message) -> Response:
-    error: ServingError = SchedulerLost("no gateway is there: the server starts or shuts down")
-    if start["status"] == _TIMED_OUT:
+def _refusal(start: Message, *, served: bool) -> Response:
+    error: ServingError = SchedulerLost("no gateway answers: one starts, or starts again; send the request again")
+    if start["status"] == _NO_ROUTE and served:
+        error = ShuttingDown("the server is shutting down; send the request to another one, or when it is back")
+    elif start["status"] == _TIMED_OUT:
         error = DeadlineExceeded("the request took longer than its x-request-timeout-seconds")
     response = error_response(error)
     for name, value in Headers(raw=start["headers"]).items():

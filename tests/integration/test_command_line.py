@@ -304,12 +304,25 @@ def test_a_server_on_ray_says_what_it_waits_for_and_drains_when_its_whole_group_
             lines = response.iter_lines()
             next(lines)
             os.killpg(running.process.pid, signal.SIGTERM)
+            running.wait_for("draining")
+            refused = refusal(running, {**body, "stream": False, "max_tokens": 2})
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert running.process.wait(timeout=60) == 0
-        assert running.rest() == "draining\n" and in_session(child) == []
+        assert running.rest() == "" and in_session(child) == []
+        assert refused.json()["error"]["code"] == "shutting_down" and int(refused.headers["retry-after"]) > 0
     finally:
         running.kill()
+
+
+def refusal(running: Server, body: dict) -> httpx.Response:
+    """The first answer of a draining server that is none: what comes before Serve has taken the route away is served."""
+    for _ in range(200):
+        answer = httpx.post(f"http://127.0.0.1:{running.port}{CHAT}", json=body, timeout=30)
+        if answer.status_code != 200:
+            return answer
+        time.sleep(0.02)
+    raise AssertionError("a draining server takes requests")
 
 
 def server_of(running: Server) -> int:

@@ -34,11 +34,20 @@ def part(body: bytes, more: bool) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
+NO_ROUTE = convert_object_to_asgi_messages("Path '/v1/models' not found.", 404)
+
+
 async def answers(messages: list[Message], path: str = "/v1/models") -> list[Message]:
-    """What a client of Serve's proxy gets when the proxy has `messages` for it, built up as Serve builds it."""
+    """What a client of Serve's proxy gets when the proxy has `messages` for it."""
+    return await answers_in_turn([messages], path)
+
+
+async def answers_in_turn(exchanges: list[list[Message]], path: str = "/v1/models") -> list[Message]:
+    """What the last of several clients of one proxy gets, the proxy built up as Serve builds it."""
+    following = iter(exchanges)
 
     async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
-        for message in messages:
+        for message in next(following):
             await send(message)
 
     callback = call_function_from_import_path(ENVIRONMENT["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"])
@@ -52,7 +61,9 @@ async def answers(messages: list[Message], path: str = "/v1/models") -> list[Mes
     async def receive() -> Message:
         return await asyncio.Future()
 
-    await app({"type": "http", "method": "GET", "path": path, "headers": [(b"x-request-id", b"r1")]}, receive, send)
+    for _ in exchanges:
+        got.clear()
+        await app({"type": "http", "method": "GET", "path": path, "headers": [(b"x-request-id", b"r1")]}, receive, send)
     return got
 
 
@@ -69,7 +80,7 @@ def own(error: Exception) -> list[Message]:
 @pytest.mark.parametrize(
     ("messages", "status", "code", "retry_after"),
     [
-        (convert_object_to_asgi_messages("Path '/v1/models' not found.", 404), 503, "engine_unavailable", "5"),
+        (NO_ROUTE, 503, "engine_unavailable", "5"),
         (own(DeploymentUnavailableError("x")), 503, "engine_unavailable", "5"),
         (own(BackPressureError(num_queued_requests=1, max_queued_requests=1)), 503, "engine_unavailable", "5"),
         (own(TimeoutError()), 504, "deadline_exceeded", None),
@@ -83,6 +94,29 @@ async def test_an_error_of_the_proxy_itself_is_an_envelope(messages, status, cod
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert answer.headers.get("retry-after") == retry_after and answer.headers["x-request-id"] == "r1"
     assert answer.headers["content-type"] == "application/json"
+
+
+ANSWERED = [head(200, HEADERS), part(b"{}", False)]
+
+
+async def test_no_route_after_a_gateway_has_answered_is_a_server_that_shuts_down():
+    answer = response(await answers_in_turn([NO_ROUTE, ANSWERED, NO_ROUTE]))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+    assert answer.headers["retry-after"] == "5" and "shutting down" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "exchanges",
+    [
+        [NO_ROUTE, NO_ROUTE],
+        [own(DeploymentUnavailableError("x")), NO_ROUTE],
+        [ANSWERED, own(DeploymentUnavailableError("x"))],
+        [ANSWERED, own(RuntimeError("The actor died unexpectedly"))],
+    ],
+    ids=["never served", "only the proxy answered", "the gateway failed", "the gateway died"],
+)
+async def test_what_is_no_shutdown_is_not_called_one(exchanges):
+    assert response(await answers_in_turn(exchanges)).json()["error"]["code"] == "engine_unavailable"
 
 
 async def test_health_is_alive_also_while_no_gateway_is_there():
