@@ -95,7 +95,7 @@ class MarkovHead:
         weights, rank = checkpoint.tensors, checkpoint.arch.markov_rank
         self.w1 = weights["markov_head.markov_w1.weight"]
         self.w2 = weights["markov_head.markov_w2.weight"]
-        self._row_of = _embedding_rows(checkpoint)
+        self.row_of = _embedding_rows(checkpoint)
         cells: dict[str, Cell] = {"vanilla": VanillaCell()}
         if checkpoint.arch.head_type == "gated":
             cells["gated"] = GatedCell(weights, rank)
@@ -104,12 +104,13 @@ class MarkovHead:
         self.cell = cells[checkpoint.arch.head_type]
 
     @cached_property
-    def _score_all(self) -> Linear:
+    def score_all(self) -> Linear:
+        """u [.., r] -> bias of every column of the draft vocabulary."""
         return Linear(self.w2)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Target ids [R] -> W1 rows [R, r] in float32."""
-        rows = token_ids if self._row_of is None else self._row_of.index_select(0, token_ids)
+        rows = token_ids if self.row_of is None else self.row_of.index_select(0, token_ids)
         return self.w1.index_select(0, rows).float()
 
     def candidate_rows(self, columns: Tensor) -> Tensor:
@@ -119,7 +120,7 @@ class MarkovHead:
     def bias(self, mixed: Tensor, rows: Tensor | None) -> Tensor:
         """u [R, r] -> bias of a slot's candidates [R, K] (rows [R, K, r]) or of the whole draft vocabulary (rows None)."""
         if rows is None:
-            return self._score_all(mixed.to(self.w1.dtype)).float()
+            return self.score_all(mixed.to(self.w1.dtype)).float()
         # a row times a matrix: as matrix times column the same product is ten times slower on CPU
         return torch.bmm(mixed.unsqueeze(1), rows.transpose(1, 2)).squeeze(1)
 

@@ -28,8 +28,9 @@ _GROUP = 16
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """token_ids [R, w] target ids; q_ids, q_probs [R, w, K] float32, None when no request draws fresh noise;
-    logits [R, w, K] corrected, before the temperature; confidence_logits [R, w] or None without a confidence head."""
+    """token_ids [R, w] target ids; q_ids, q_probs [R, w, K] float32, None when no request draws fresh noise; logits: of each
+    slot [R, K], corrected, before the temperature, none from native_walk.py; confidence_logits [R, w] or None without a
+    confidence head."""
 
     token_ids: Tensor
     q_ids: Tensor | None
@@ -51,13 +52,18 @@ class Candidates:
 def choose_candidates(base_logits: Tensor, vocabulary: Tensor | None, count: int) -> Candidates:
     """The `count` best columns of base logits [R, w, Vd] (0, or a small vocabulary: all). vocabulary [Vd]: target ids of the
     columns."""
-    if count <= 0 or base_logits.shape[-1] <= max(count, SCORED_WHOLE):
+    if scores_whole(base_logits.shape[-1], count):
         ids = None if vocabulary is None else vocabulary.expand_as(base_logits)
         return Candidates(base_logits.float(), None, ids)
     logits, columns = largest(base_logits.flatten(0, 1), count)
     shape = (*base_logits.shape[:2], count)
     logits, columns = logits.view(shape), columns.view(shape)
     return Candidates(logits, columns, columns if vocabulary is None else vocabulary[columns])
+
+
+def scores_whole(num_columns: int, count: int) -> bool:
+    """Every column of the draft vocabulary is a candidate."""
+    return count <= 0 or num_columns <= max(count, SCORED_WHOLE)
 
 
 def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
