@@ -9,15 +9,20 @@ from typing import Any
 from scheduler.errors import SettingsError
 
 
+class AddressInUse(SettingsError):
+    """Somebody listens there already."""
+
+
 def check_address(host: str, port: int) -> None:
-    """Raises SettingsError, naming the setting that is to blame, when nothing can listen there."""
+    """Raises SettingsError, naming the setting that is to blame, when nothing can listen there; AddressInUse where one does."""
     try:
         family, _, _, _, address = _resolve(host, port)
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except (OSError, UnicodeError) as error:
-        raise SettingsError(_why_not_listen(host, port, error)) from None
+        in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        raise (AddressInUse if in_use else SettingsError)(_why_not_listen(host, port, error)) from None
 
 
 def _why_not_listen(host: str, port: int, error: OSError | UnicodeError) -> str:

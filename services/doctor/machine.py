@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from scheduler.errors import SettingsError
 from services.doctor.findings import Finding, fail, ok, warn
 from services.settings import Settings
 
@@ -172,12 +171,12 @@ def _cpu_share(limit: Path) -> float | None:
 
 
 def check_port(settings: Settings) -> Finding:
-    from services.address import check_address
+    from services.address import AddressInUse, check_address
 
     host, port = settings.gateway.host, settings.gateway.port
     try:
         check_address(host, port)
-    except SettingsError:
+    except AddressInUse:
         if not (serves := _what_serves(settings)):
             raise
         return ok("port", f"{host}:{port} is held by a DSpark server that runs ({serves}); a second one needs another")
