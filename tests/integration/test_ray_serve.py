@@ -217,13 +217,13 @@ def test_errors_are_enveloped_through_serve(served):
     assert served.get("/health").status_code == 200
 
 
-def check_nobody_serves(response: httpx.Response) -> None:
-    assert response.status_code == 503 and response.json()["error"]["code"] == "engine_unavailable"
+def check_nobody_serves(response: httpx.Response, code: str) -> None:
+    assert response.status_code == 503 and response.json()["error"]["code"] == code
     assert int(response.headers["retry-after"]) > 0 and response.headers["x-request-id"]
 
 
 def test_before_anything_is_deployed_the_answer_is_an_envelope(served):
-    check_nobody_serves(served.before)
+    check_nobody_serves(served.before, "engine_unavailable")
 
 
 def test_readiness_says_what_a_starting_scheduler_does(served):
@@ -440,7 +440,7 @@ def test_a_running_stream_is_finished_when_the_application_is_removed(served, ex
             late = served.post(CHAT, json=body("xyz"))
             rest = [line for line in lines if line.startswith("data: ")]
         removing.result()
-    check_nobody_serves(late)
+    check_nobody_serves(late, "shutting_down")
     assert rest[-1] == "data: [DONE]"
     text = "".join(
         (json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content") or "") for line in rest[:-1]
