@@ -205,6 +205,7 @@ def _serve(args: argparse.Namespace) -> int:
     with stop_signals_raise():
         # the imports alone take seconds
         from services.address import check_address, hold_address
+        from services.ingress import behind_haproxy
         from services.launch import check_access, check_cluster, serve_in_process, serve_with_ray
 
         settings = settings_of(args)
@@ -212,7 +213,8 @@ def _serve(args: argparse.Namespace) -> int:
         check_address(settings.gateway.host, settings.gateway.port)
         if not args.no_ray:
             check_cluster()
-            held = hold_address(settings.gateway.host, settings.gateway.port)
+            # HAProxy shares its port with nobody: not with another server, and not with us
+            held = None if behind_haproxy() else hold_address(settings.gateway.host, settings.gateway.port)
             with held or contextlib.nullcontext():
                 return run_behind(lambda: _status_of(lambda: serve_with_ray(settings)))
         serve_in_process(settings)

@@ -25,6 +25,7 @@ from scheduler.errors import Failed, SettingsError
 from services.access import check_exposure
 from services.foreground import STOP_SIGNALS, Stopped, on_stop_signals
 from services.gateway.request_trace import check_tracing
+from services.ingress import described, why_haproxy_failed
 from services.logs import configure
 from services.settings import Settings
 
@@ -101,6 +102,8 @@ def serve_with_ray(settings: Settings) -> None:
             on_stop_signals(stop)
         if not ray.is_initialized():
             raise Stopped(signal.SIGTERM)
+        if not joined:
+            say(described())
         say(f"starting {settings.model_name} (the first start converts weights and measures the cost curve)")
         daemons = own_daemons()
         _deploy_until_ready(settings, stop, lambda: check_alive(daemons))
@@ -202,6 +205,8 @@ def _reason(text: str) -> str:
     """The line of a traceback that says what is wrong."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     refusals = [line.rpartition("SettingsError: ")[2] for line in lines if "SettingsError: " in line]
+    if haproxy := why_haproxy_failed(text):
+        return haproxy
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Lost|Fault)\b.*: ", line)]
     return (refusals or errors or lines or ["unknown reason"])[-1]
 

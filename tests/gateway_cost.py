@@ -5,6 +5,7 @@ this process, interleaved, at one concurrency.
     python -m tests.gateway_cost --no-ray   # the server without Ray
 
 The goals: under 5 ms more to the first token, under 5 % more per output token. Run it on an idle machine: both sides share it.
+`cpu_ms_per_token` says which process of the server the processors worked for; `clients` is this one while it asks over HTTP.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ import sys
 import tempfile
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import httpx
+import uvloop
 
 from scheduler.wire import Request
 from services.engine import Engine
@@ -34,7 +38,10 @@ from services.gateway.loaded_model import LoadedModel
 from services.gateway.parsing import parse_chat
 from services.gateway.sampling import sampling_params
 from services.settings import load_settings
+from services.threads import SPIN_COUNT
 from services.workers import launch_colocated
+from tests.answer_connection import AnswerConnection
+from tests.processor_time import processor_seconds
 
 FAST = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY": "1"}
 Timing = tuple[float, float]
@@ -70,48 +77,39 @@ async def ask_engine(client: EngineClient, model: LoadedModel, wanted: dict[str,
     return first - began, (last - first) / max(1, num_tokens - 1)
 
 
-async def ask_http(client: httpx.AsyncClient, wanted: dict[str, object]) -> Timing:
-    began = time.perf_counter()
-    first = last = 0.0
-    num_tokens = 0
+async def ask_http(connection: AnswerConnection, wanted: dict[str, object]) -> Timing:
+    """The same over HTTP, from the moment the request is sent."""
     wanted = {**wanted, "stream": True, "stream_options": {"include_usage": True}}
-    async with client.stream("POST", "/v1/chat/completions", json=wanted) as response:
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
-            if chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
-                last = time.perf_counter()
-                first = first or last
-            num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
-    return first - began, (last - first) / max(1, num_tokens - 1)
+    answer = await connection.ask(json.dumps(wanted).encode())
+    return answer.first_s - answer.began_s, (answer.last_s - answer.first_s) / max(1, answer.num_tokens - 1)
 
 
-async def closed_loop(ask: Ask, bodies: list[dict[str, object]], concurrency: int) -> list[Timing]:
+async def closed_loop(clients: list[Ask], bodies: list[dict[str, object]]) -> list[Timing]:
     waiting, timings = iter(bodies), []
 
-    async def client() -> None:
+    async def run(ask: Ask) -> None:
         for wanted in waiting:
             timings.append(await ask(wanted))
 
-    await asyncio.gather(*(client() for _ in range(concurrency)))
+    await asyncio.gather(*(run(ask) for ask in clients))
     return timings
 
 
 @contextmanager
-def server(flags: list[str], *, ray: bool) -> Iterator[str]:
+def server(flags: list[str], *, ray: bool) -> Iterator[tuple[str, int]]:
+    """Its URL and the process that was started for it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "services.cli", "serve", "--port", str(port), *flags]
-    environment = {**os.environ, **(FAST if ray else {})}
+    environment = {**(FAST if ray else {}), **os.environ}
     with tempfile.NamedTemporaryFile(prefix="gateway-cost-", suffix=".log", delete=False) as log:
         print(f"the server's log is {log.name}", file=sys.stderr)
         process = subprocess.Popen(command if ray else [*command, "--no-ray"], env=environment, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_ready(url, process)
-        yield url
+        yield url, process.pid
     finally:
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
@@ -129,30 +127,40 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     raise SystemExit("the server did not start")
 
 
-async def measure(args: argparse.Namespace, url: str) -> dict[str, object]:
+async def measure(args: argparse.Namespace, url: str, server_pid: int) -> dict[str, object]:
     chosen = {"model": {"path": args.model}, "drafter": {"checkpoint": args.drafter}}
     settings = load_settings(flags={**chosen, "scheduler": {"planner": args.planner}})
     engine = Engine(settings, launch_colocated)
     await engine.start()
     timings: dict[str, list[Timing]] = {"engine": [], "http": []}
+    spent: Counter[str] = Counter()
     client = EngineClient(engine, settings.gateway_config())
+    connections = [AnswerConnection("127.0.0.1", httpx.URL(url).port or 80) for _ in range(args.concurrency)]
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=600) as http:
-            model = LoadedModel.from_card(await engine.card())
-            asks: dict[str, Ask] = {
-                "engine": lambda wanted: ask_engine(client, model, wanted),
-                "http": lambda wanted: ask_http(http, wanted),
-            }
-            for number in range(args.rounds + 1):
-                for arm in sorted(asks, reverse=number % 2 == 1):
-                    count = 2 * args.concurrency
-                    bodies = [body(model.card.name, number * count + at, args.max_tokens) for at in range(count)]
-                    found = await closed_loop(asks[arm], bodies, args.concurrency)
-                    timings[arm] += found if number else []
+        model = LoadedModel.from_card(await engine.card())
+        asks: dict[str, list[Ask]] = {
+            "engine": [lambda wanted: ask_engine(client, model, wanted)] * args.concurrency,
+            "http": [partial(ask_http, connection) for connection in connections],
+        }
+        for number in range(args.rounds + 1):
+            for arm in sorted(asks, reverse=number % 2 == 1):
+                count = 2 * args.concurrency
+                bodies = [body(model.card.name, number * count + at, args.max_tokens) for at in range(count)]
+                before = processor_seconds(server_pid)
+                found = await closed_loop(asks[arm], bodies)
+                if number:
+                    timings[arm] += found
+                if number and arm == "http":
+                    spent.update({name: s - before.get(name, 0) for name, s in processor_seconds(server_pid).items()})
     finally:
+        for connection in connections:
+            connection.close()
         await client.stop()
         await engine.stop()
-    return report(timings, args)
+    num_tokens = len(timings["http"]) * args.max_tokens
+    return report(timings, args) | {
+        "cpu_ms_per_token": {name: 1000 * s / num_tokens for name, s in spent.most_common() if s / num_tokens > 1e-6}
+    }
 
 
 def report(timings: dict[str, list[Timing]], args: argparse.Namespace) -> dict[str, object]:
@@ -173,6 +181,7 @@ def report(timings: dict[str, list[Timing]], args: argparse.Namespace) -> dict[s
 
 
 def main() -> None:
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # as the server sets it for its own engine
     parser = argparse.ArgumentParser(prog="python -m tests.gateway_cost", description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--drafter", default="auto")
@@ -186,8 +195,8 @@ def main() -> None:
     # An end that someone asks for still ends the server.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     flags = ["--model", args.model, "--drafter", args.drafter, "--set", f"scheduler.planner={args.planner}"]
-    with server(flags, ray=not args.no_ray) as url:
-        print(json.dumps(asyncio.run(measure(args, url))))
+    with server(flags, ray=not args.no_ray) as (url, pid), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        print(json.dumps(runner.run(measure(args, url, pid))))
 
 
 if __name__ == "__main__":
