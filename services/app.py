@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray import serve
@@ -20,7 +20,7 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
-from scheduler.errors import SettingsError
+from scheduler.errors import ServingError, SettingsError
 from scheduler.stats import SchedulerStats
 from scheduler.wire import Request
 from services import phase
@@ -62,6 +62,10 @@ class PrefixScheduler:
 
     async def submit(self, request: Request) -> None:
         await self._engine.submit(request)
+
+    async def submit_all(self, requests: Sequence[Request]) -> list[ServingError | None]:
+        """Of each request why it was refused; None: it was taken."""
+        return [await self._engine.refusal(request) for request in requests]
 
     async def cancel(self, request_id: str) -> None:
         await self._engine.cancel(request_id)

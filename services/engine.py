@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from scheduler.actor import SchedulerActor
-from scheduler.errors import SchedulerLost
+from scheduler.errors import InternalFault, SchedulerLost, ServingError
 from scheduler.ports import Drafter, Verifier
 from scheduler.stats import SchedulerStats
 from scheduler.wire import Delta, Request
@@ -126,6 +126,17 @@ class Engine:
         if not self.actor.is_subscribed(request.subscriber):
             raise SchedulerLost("the request's gateway is not subscribed")
         await self.actor.submit(request)
+
+    async def refusal(self, request: Request) -> ServingError | None:
+        """Submits; why it was refused, as a value that can travel with those of others."""
+        try:
+            await self.submit(request)
+        except ServingError as error:
+            return error.with_traceback(None)
+        except Exception:
+            logger.exception("a request could not be queued", extra={"request_ids": (request.request_id,)})
+            return InternalFault("the request could not be queued")
+        return None
 
     async def cancel(self, request_id: str) -> None:
         await self.actor.cancel(request_id)

@@ -23,6 +23,7 @@ from scheduler.stats import SchedulerStats
 from scheduler.wire import Delta, Draft, DraftAsk, DrafterInfo, Grammar, Plan, Request, Verdict, VerifierInfo
 from services.model_card import ModelCard
 from services.phase import told
+from services.submissions import Submissions
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +61,26 @@ class RemoteScheduler:
     def __init__(self, handle: DeploymentHandle) -> None:
         self._unary = handle
         self._streaming = handle.options(stream=True)
+        self._submissions = Submissions(self._submit_all, self._cancel_late)
 
     async def card(self) -> ModelCard:
         return await self._call_or_phase("card")
 
     async def submit(self, request: Request) -> None:
-        await self._call("submit", request)
+        """One with a grammar goes alone: the others need not wait until that is compiled."""
+        if request.params.grammar is None:
+            await self._submissions.submit(request)
+        else:
+            await self._call("submit", request)
+
+    async def _submit_all(self, requests: Sequence[Request]) -> Sequence[ServingError | None]:
+        return await self._call("submit_all", requests)
+
+    async def _cancel_late(self, request_id: str) -> None:
+        try:
+            await self.cancel(request_id)
+        except Exception as error:
+            logger.warning("a cancel did not reach the scheduler: %s", error, extra={"request_ids": (request_id,)})
 
     async def cancel(self, request_id: str) -> None:
         await self._call("cancel", request_id)

@@ -242,7 +242,10 @@ def serve_in_process(settings: Settings) -> None:
         raise SettingsError(
             f"groups: one process is one engine group, not {settings.groups}; set groups to 1, or leave out --no-ray"
         )
-    asyncio.run(_serve_in_process(settings))
+    from uvicorn.loops.auto import auto_loop_factory
+
+    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+        runner.run(_serve_in_process(settings))
 
 
 async def _serve_in_process(settings: Settings) -> None:

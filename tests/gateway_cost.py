@@ -4,6 +4,10 @@ this process, interleaved, at one concurrency.
     python -m tests.gateway_cost            # Ray Serve with its fast settings, demo model, 16 at once
     python -m tests.gateway_cost --no-ray   # the server without Ray
 
+Before each request a client pauses for up to --pause-ms, longer than a step. Without it the two sides do not meet the engine
+alike: in this process the end of an answer and the next request are one moment, just before a step is planned; over HTTP the
+request is some milliseconds late for that step and waits for all of it. Clients do not come in step with the engine.
+
 The goals: under 5 ms more to the first token, under 5 % more per output token. Run it on an idle machine: both sides share it.
 `cpu_ms_per_token` says which process of the server the processors worked for; `clients` is this one while it asks over HTTP.
 """
@@ -14,6 +18,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import signal
 import socket
 import statistics
@@ -84,11 +89,14 @@ async def ask_http(connection: AnswerConnection, wanted: dict[str, object]) -> T
     return answer.first_s - answer.began_s, (answer.last_s - answer.first_s) / max(1, answer.num_tokens - 1)
 
 
-async def closed_loop(clients: list[Ask], bodies: list[dict[str, object]]) -> list[Timing]:
+async def closed_loop(clients: list[Ask], bodies: list[dict[str, object]], pause_s: float = 0.0) -> list[Timing]:
+    """Each client pauses for up to `pause_s` before each request, the same times for the same bodies."""
     waiting, timings = iter(bodies), []
+    pauses = random.Random(json.dumps(bodies))
 
     async def run(ask: Ask) -> None:
         for wanted in waiting:
+            await asyncio.sleep(pauses.uniform(0, pause_s))
             timings.append(await ask(wanted))
 
     await asyncio.gather(*(run(ask) for ask in clients))
@@ -147,7 +155,7 @@ async def measure(args: argparse.Namespace, url: str, server_pid: int) -> dict[s
                 count = 2 * args.concurrency
                 bodies = [body(model.card.name, number * count + at, args.max_tokens) for at in range(count)]
                 before = processor_seconds(server_pid)
-                found = await closed_loop(asks[arm], bodies)
+                found = await closed_loop(asks[arm], bodies, args.pause_ms / 1000)
                 if number:
                     timings[arm] += found
                 if number and arm == "http":
@@ -170,6 +178,7 @@ def report(timings: dict[str, list[Timing]], args: argparse.Namespace) -> dict[s
     (engine_first, engine_per), (http_first, http_per) = medians["engine"], medians["http"]
     return {
         "concurrency": args.concurrency,
+        "pause_ms": args.pause_ms,
         "rounds": args.rounds,
         "planner": args.planner,
         "ray": not args.no_ray,
@@ -190,6 +199,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--pause-ms", type=float, default=100.0)
     parser.add_argument("--no-ray", action="store_true")
     args = parser.parse_args()
     # An end that someone asks for still ends the server.
