@@ -62,7 +62,7 @@ class Belief:
     def judge(self, slots: Indices, groups: Indices, caps: Lengths, stated: Probabilities) -> Judgement:
         rates = self._estimates.rates(slots)
         usual = survivals(confidence=rates, caps=caps)
-        stated = np.clip(stated, 0.0, 1.0)
+        stated = np.minimum(np.maximum(stated, 0.0), 1.0)
         believed = self._drift.correct(stated, groups)
         unsaid = np.isnan(stated)
         if unsaid.any():

@@ -51,7 +51,7 @@ class ConfidenceDrift:
 
     def correct(self, confidence: Probabilities, groups: npt.NDArray[np.int64]) -> Probabilities:
         """[R, W] confidences with the shifts of their groups [R]; NaN stays NaN."""
-        clipped = np.clip(confidence, _EPS, 1.0 - _EPS)
+        clipped = np.minimum(np.maximum(confidence, _EPS), 1.0 - _EPS)
         odds = clipped / (1.0 - clipped) * np.exp(self._shift[groups, : confidence.shape[1]])
         certain = (confidence <= 0.0) | (confidence >= 1.0)
         corrected = odds / (1.0 + odds)
@@ -80,7 +80,7 @@ class ConfidenceDrift:
         self._sums += more
         trials, accepted, _, expected = more
         step = _RATE * (accepted - expected) / np.maximum(1.0, trials / _FULL_STEP)
-        np.clip(self._shift + step, -_MOST, _MOST, out=self._shift)
+        self._shift = np.minimum(np.maximum(self._shift + step, -_MOST), _MOST)
 
     def report(self) -> tuple[DriftRow, ...]:
         """One row per text class that has been seen."""

@@ -7,6 +7,7 @@ Must not know requests or blocks, nor when to ask.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +36,7 @@ class Forecast:
         self._prices = prices
         self.ranking = np.argsort(-survival.sum(axis=1), kind="stable")
         num_requests = len(survival)
-        self._edges = np.linspace(0, num_requests, min(num_requests, _MOST_GROUPS) + 1).astype(np.int64)
-        sizes = np.diff(self._edges)
+        self._edges, sizes, self._coarse = _groups(num_requests)
         means = survival[self.ranking]
         if len(sizes) < num_requests:
             means = np.add.reduceat(means, self._edges[:-1], axis=0) / sizes[:, None]
@@ -48,14 +48,13 @@ class Forecast:
 
     def best(self, widths: Lengths) -> tuple[int, int, float]:
         """(requests, the first in the ranking; width; tokens per second) of the best there is to draft."""
-        num_groups = len(self._edges) - 1
-        coarse = np.array([1 << i for i in range((num_groups - 1).bit_length())] + [num_groups])
-        rates = self._rates(np.repeat(coarse, len(widths)), np.tile(widths, len(coarse)))
+        coarse, num_groups = self._coarse, len(self._edges) - 1
+        rates = self._rates(coarse.repeat(len(widths)), np.concatenate([widths] * len(coarse)))
         place = int(rates.argmax())
         count, width, rate = int(coarse[place // len(widths)]), int(widths[place % len(widths)]), float(rates[place])
-        between = np.setdiff1d(np.arange(count // 2 + 1, min(2 * count, num_groups)), coarse)
-        if len(between):
-            between = between[:: -(-len(between) // 8)]
+        untried = [n for n in range(count // 2 + 1, min(2 * count, num_groups)) if n != count]
+        if untried:
+            between = np.array(untried[:: -(-len(untried) // 8)])
             finer = self._rates(between, np.full(len(between), width))
             if finer.max() > rate:
                 count, rate = int(between[finer.argmax()]), float(finer.max())
@@ -94,6 +93,14 @@ class Forecast:
         first_stop = np.where(stops.any(axis=1), stops.argmax(axis=1), stops.shape[1])
         stopped: npt.NDArray[np.float64] = path[np.arange(len(counts)), first_stop]
         return stopped
+
+
+@lru_cache(maxsize=256)
+def _groups(num_requests: int) -> tuple[Lengths, Lengths, Lengths]:
+    """Where the groups of so many ranked requests begin and end, their sizes, and the numbers of groups that are tried first."""
+    edges = np.linspace(0, num_requests, min(num_requests, _MOST_GROUPS) + 1).astype(np.int64)
+    num_groups = len(edges) - 1
+    return edges, np.diff(edges), np.array([1 << i for i in range((num_groups - 1).bit_length())] + [num_groups])
 
 
 def _between(table: Seconds, places: npt.NDArray[np.float64]) -> Seconds:

@@ -95,7 +95,7 @@ class DraftGate:
         """Adds those who have not drafted for longest, or when nobody is left out the full width, if there is such a thing."""
         if len(choice.rows) == len(idle_steps) and choice.width == self._width:
             return choice
-        left_out = np.setdiff1d(np.arange(len(idle_steps)), choice.rows)
+        left_out = np.delete(np.arange(len(idle_steps)), choice.rows)
         if len(left_out):
             left_out = left_out[np.argsort(-idle_steps[left_out], kind="stable")]
             count, width, more_s = self._cheapest(choice, survival[left_out], prices)

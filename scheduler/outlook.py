@@ -34,7 +34,7 @@ class Outlook:
     def remember(self, slots: npt.NDArray[np.int64], step: int, survival: Probabilities) -> None:
         """survival: [R, w <= width] of the drafts made for these slots in `step`; NaN counts as 0."""
         place = step % _DEPTH
-        clean = np.nan_to_num(survival, nan=0.0)
+        clean = np.fmax(survival, 0.0)
         self._rows[slots, place, : clean.shape[1]] = clean
         self._rows[slots, place, clean.shape[1] :] = 0.0
         self._steps[slots, place] = step
@@ -57,7 +57,7 @@ class Outlook:
         newest = known.argmax(axis=1)[:, None] if num_samples == 1 else np.argsort(~known, axis=1, kind="stable")
         newest = newest[:, :num_samples]
         rows = self._rows[slots[:, None], places[newest], :width]
-        have = np.take_along_axis(known, newest, axis=1)
+        have = known[np.arange(len(slots))[:, None], newest]
         if not have.all():
             rows = np.where(have[:, :, None], rows, otherwise[:, None, :].astype(np.float32))
         if int(caps.min(initial=width)) < width:
