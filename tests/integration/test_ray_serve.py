@@ -118,12 +118,17 @@ def port() -> Iterator[int]:
 @pytest.fixture(scope="module", params=["colocated", "split"])
 def served(request: pytest.FixtureRequest, tree: dict, expected: dict, port: int) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-        client.before = client.get("/v1/models")
+        client.before, client.is_first = client.get("/v1/models"), not DEPLOYED
+        DEPLOYED.append(request.param)
         serve.run(build(settings_for(tree, placement=request.param)), name="dspark", route_prefix="/")
         until(lambda: client.get("/ready").status_code == 200)
         client.placement = request.param
         yield client
     serve.delete("dspark")
+
+
+DEPLOYED: list[str] = []
+"""Placements that this Ray has served."""
 
 
 def until(condition, timeout_s: float = 180.0) -> None:
@@ -222,8 +227,9 @@ def check_nobody_serves(response: httpx.Response, code: str) -> None:
     assert int(response.headers["retry-after"]) > 0 and response.headers["x-request-id"]
 
 
-def test_before_anything_is_deployed_the_answer_is_an_envelope(served):
-    check_nobody_serves(served.before, "engine_unavailable")
+def test_without_a_deployment_the_answer_is_an_envelope(served):
+    """To a proxy that has served, the one that went is a server that shuts down."""
+    check_nobody_serves(served.before, "engine_unavailable" if served.is_first else "shutting_down")
 
 
 def test_readiness_says_what_a_starting_scheduler_does(served):
