@@ -28,7 +28,7 @@ from torch import Tensor
 from drafter.architecture import DrafterArchitecture, drafter_shapes, parse_drafter
 from scheduler.errors import SettingsError
 from verifier.architecture import Architecture, read_architecture, read_config
-from verifier.weights import fingerprint, load_tensors, resolve_model, tensor_files
+from verifier.weights import check_numbers, fingerprint, load_tensors, resolve_model, tensor_files
 
 # Values of DrafterConfig.checkpoint that name no folder.
 FOLDERLESS = ("ngram", "none")
@@ -162,9 +162,7 @@ def check_tensors(arch: DrafterArchitecture, tensors: Mapping[str, Tensor], wher
         if name in tensors and tuple(tensors[name].shape) not in shapes:
             expected = " or ".join(str(shape) for shape in shapes)
             raise SettingsError(f"{where}: {name} has shape {tuple(tensors[name].shape)}, config.json says {expected}")
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise SettingsError(f"{where}: {name} holds NaN or infinity: the training that wrote it went wrong")
+    check_numbers({name: tensor for name, tensor in tensors.items() if name != VOCABULARY}, where)
     if "lm_head.weight" in tensors and not bool(tensors["lm_head.weight"].any()):
         raise SettingsError(f"{where}: lm_head.weight is all zero; leave it out to use the target's")
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -37,6 +39,7 @@ _CONNECT_S = 5.0
 _LOOK_S = 1.0
 _REMOVAL_S = 20.0
 _SHUTDOWN_S = 10.0
+_LAST_WORDS_S = 3.0
 
 
 def check_cluster() -> None:
@@ -65,7 +68,7 @@ def check_files(settings: Settings) -> None:
     from drafter.checkpoint import read_layer_ids
 
     path = settings.target_path()
-    if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().exists():
+    if path.startswith(("/", "./", "../", "~")) and not Path(os.path.expanduser(path)).exists():
         raise SettingsError(f"model.path: {path} does not exist; give a folder, a GGUF file or a hub id")
     read_layer_ids(settings.drafter_checkpoint(), settings.cache_dir)
 
@@ -220,7 +223,10 @@ def _stop_ray(drain_s: float) -> None:
     if not ray.is_initialized():
         return
     logging.getLogger("ray").setLevel(logging.ERROR)
+    began_s = time.monotonic()
     _within(drain_s + _REMOVAL_S, lambda: serve.delete(APPLICATION, _blocking=drain_s > 0))
+    if drain_s and time.monotonic() - began_s >= drain_s:
+        time.sleep(_LAST_WORDS_S)  # the proxies are telling clients that their gateway was cut off
     _within(_SHUTDOWN_S, ray.shutdown)
 
 
@@ -260,9 +266,13 @@ async def _serve_in_process(settings: Settings) -> None:
     server = _server(app, settings)
     starting = asyncio.create_task(_start(engine, app.state.gateway.loaded, server, settings))
     stopped: list[int] = []
+    told = asyncio.Event()
     for number in STOP_SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, _ask_to_stop, server, number, stopped)
+        asyncio.get_running_loop().add_signal_handler(number, _ask_to_stop, server, number, stopped, told)
+    ending = asyncio.create_task(_end_in_time(engine, told, settings.gateway.drain_s))
     await server.serve()
+    ending.cancel()
+    await asyncio.wait({ending})
     if not starting.done():
         starting.cancel()
     await asyncio.wait({starting})
@@ -271,6 +281,13 @@ async def _serve_in_process(settings: Settings) -> None:
     if (error := starting.exception()) is not None:
         await engine.stop()
         raise error
+    await engine.stop()
+
+
+async def _end_in_time(engine: Engine, told: asyncio.Event, drain_s: float) -> None:
+    """What still runs when the time is up ends with an error of its own, while there is a server that can say it."""
+    await told.wait()
+    await asyncio.sleep(drain_s)
     await engine.stop()
 
 
@@ -294,14 +311,15 @@ def _server(app: Any, settings: Settings) -> Any:
             return contextlib.nullcontext()
 
     gateway = settings.gateway
-    drain_s = int(gateway.drain_s)
+    longest_s = math.ceil(gateway.drain_s + _LAST_WORDS_S)
     return Server(
-        uvicorn.Config(app, host=gateway.host, port=gateway.port, log_config=None, timeout_graceful_shutdown=drain_s)
+        uvicorn.Config(app, host=gateway.host, port=gateway.port, log_config=None, timeout_graceful_shutdown=longest_s)
     )
 
 
-def _ask_to_stop(server: Any, number: int, stopped: list[int]) -> None:
+def _ask_to_stop(server: Any, number: int, stopped: list[int], told: asyncio.Event) -> None:
     """The second time without waiting for running streams."""
     stopped.append(number)
+    told.set()
     server.force_exit = server.should_exit
     server.should_exit = True

@@ -10,9 +10,11 @@ from __future__ import annotations
 import difflib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,9 @@ PREFIX, DELIMITER = "DSPARK_", "__"
 _OTEL_PREFIX = "OTEL_EXPORTER_OTLP_"
 FILE_VARIABLE = "DSPARK_SETTINGS"
 DEMO = "demo"
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel = 2
+_BRIEF.maxstring = _BRIEF.maxother = 200
 DEMO_NAME = "smollm2-135m-instruct"
 
 # What Kubernetes puts into every pod beside a Service whose name begins with "dspark".
@@ -165,7 +170,7 @@ class GatewaySettings(_Section):
     port: int = Field(default=8000, ge=1, le=65535)
     replicas: int = Field(default=1, ge=1)
     max_ongoing_requests: int = Field(default=1024, ge=1)
-    drain_s: float = Field(default=120.0, ge=0)
+    drain_s: float = Field(default=120.0, ge=0, le=1e6)
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
     keepalive_s: float = Field(default=10.0, gt=0)
     connect_timeout_s: float = Field(default=30.0, gt=0)
@@ -237,7 +242,7 @@ class Settings(BaseSettings):
     gateway: GatewaySettings = GatewaySettings()
     tracing: TracingSettings = TracingSettings()
     log: LogSettings = LogSettings()
-    threads: int = Field(default=0, ge=0)
+    threads: int = Field(default=0, ge=0, le=4096)
     cache_dir: str = ""
     seed: int | None = None
 
@@ -264,7 +269,7 @@ class Settings(BaseSettings):
 
     @property
     def cache_path(self) -> Path:
-        return Path(self.cache_dir or "~/.cache/dspark").expanduser()
+        return Path(os.path.expanduser(self.cache_dir or "~/.cache/dspark"))
 
     def target_path(self) -> str:
         return str(demo_target()) if self.model.path == DEMO else self.model.path
@@ -370,7 +375,8 @@ class _Sources:
         if _holds(self.flags, keys):
             return "command line"
         if _holds(self.environment, keys):
-            return f"environment variable {variable_name(keys)}"
+            names = itertools.takewhile(lambda part: not part.isdigit(), keys)  # a number is a place in a list
+            return f"environment variable {variable_name(tuple(names))}"
         if _holds(self.standard, keys) and not _holds(self.base, keys):
             return f"environment variable {_OTEL_PREFIX}{keys[-1].upper()}"
         return self.base_name
@@ -383,7 +389,7 @@ def load_settings(
     flags: Mapping[str, Any] | None = None,
 ) -> Settings:
     """The settings in force. `args` stand in for a file (a Serve application's arguments)."""
-    path = file or (os.environ.get(FILE_VARIABLE) if args is None else None)
+    path = file or (os.environ.get(FILE_VARIABLE) or None if args is None else None)
     base = dict(args or {}) if path is None else _read_file(Path(path))
     base_name = str(path) if path is not None else "application args"
     _refuse_unknown_variables()
@@ -394,12 +400,23 @@ def load_settings(
         raise _settings_error(error, sources) from None
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML lets the last of two equal keys win, and a section that is written twice would lose its first half unnoticed."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        for name in names:
+            if names.count(name) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {name!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except OSError as error:
         raise SettingsError(f"settings file {path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise SettingsError(f"settings file {path}: not valid YAML ({' '.join(str(error).split())})") from None
     if loaded is None:
         return {}
@@ -483,12 +500,14 @@ def _settings_error(error: ValidationError, sources: _Sources) -> SettingsError:
         return SettingsError(f"{name}: {reason} (from {origin})")
     if first["type"] in ("model_type", "model_attributes_type"):
         reason = f"is a section and needs keys below it, as in {name}.KEY"
-    return SettingsError(f"{name}: {reason}, got {first['input']!r} (from {origin})")
+    return SettingsError(f"{name}: {reason}, got {_BRIEF.repr(first['input'])} (from {origin})")
 
 
 def _holds(tree: Mapping[str, Any], keys: tuple[str, ...]) -> bool:
     for key in keys:
-        if not isinstance(tree, Mapping) or key not in tree:
+        if not isinstance(tree, Mapping):
+            return True  # below this it is a part of a list
+        if key not in tree:
             return False
         tree = tree[key]
     return True

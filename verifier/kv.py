@@ -7,10 +7,14 @@ padding reads it and measuring writes it.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from scheduler.errors import SettingsError
 
 
 class PagedKV:
@@ -27,9 +31,15 @@ class PagedKV:
     ) -> None:
         self.num_blocks, self.block_size, self.num_kv_heads = num_blocks, block_size, num_kv_heads
         # zeros, not empty: padding rows are read (and masked), and 0 * NaN would still be NaN
-        self.pool = torch.zeros(
-            num_layers, num_blocks, block_size, 2 * num_kv_heads, head_dim, dtype=dtype, device=device
-        )
+        shape = (num_layers, num_blocks, block_size, 2 * num_kv_heads, head_dim)
+        try:
+            self.pool = torch.zeros(shape, dtype=dtype, device=device)
+        except RuntimeError:  # torch has no common class for memory that is not there
+            gib = math.prod(shape) * dtype.itemsize / 2**30
+            raise SettingsError(
+                f"the KV cache of {num_blocks} blocks of {block_size} tokens takes {gib:.3g} GiB, more than {device} has; "
+                "lower kv.num_blocks, kv.cache_bytes or scheduler.max_live"
+            ) from None
         self._slots = self.pool.view(num_layers, num_blocks * block_size, 2 * num_kv_heads, head_dim)
 
     def write(self, layer: int, slots: Tensor, rows: Tensor) -> None:

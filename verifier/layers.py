@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scheduler.errors import SettingsError
 from verifier import native
 from verifier.architecture import Architecture
 
@@ -78,8 +79,13 @@ class Rotary:
 
     def __init__(self, arch: Architecture, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         frequencies, scale = _inverse_frequencies(arch, max_len)
-        angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
-        cos, sin = angles.cos() * scale, angles.sin() * scale
+        try:
+            angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
+            cos, sin = angles.cos() * scale, angles.sin() * scale
+        except RuntimeError:  # torch has no common class for memory that is not there
+            raise SettingsError(
+                f"tables for {max_len} positions do not fit into memory; lower model.max_model_len"
+            ) from None
         self.max_len = max_len
         self.tables = (cos.contiguous(), sin.contiguous())
         """cos, sin [max_len, hd / 2] float32 on the CPU, for the native kernel."""

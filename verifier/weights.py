@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -21,22 +21,28 @@ from torch import Tensor
 from scheduler.errors import SettingsError
 from verifier.architecture import Architecture
 
+STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
+def home_path(text: str) -> Path:
+    """With the home directory in place of `~`; that of a user who does not exist stays as it is."""
+    return Path(os.path.expanduser(text))
+
+
 def default_cache_dir() -> Path:
-    return Path(os.path.expanduser("~/.cache/dspark"))
+    return home_path("~/.cache/dspark")
 
 
 def resolve_model(model: str, cache_dir: str = "") -> Path:
     """A local Hugging Face folder for a folder, a GGUF file (converted once into the cache) or a hub id."""
-    path = Path(model).expanduser()
+    path = home_path(model)
     if path.is_dir():
         return path
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise SettingsError(f"model.path: GGUF file {path} does not exist")
-        return _converted_gguf(path, Path(cache_dir).expanduser() if cache_dir else default_cache_dir())
+        return _converted_gguf(path, home_path(cache_dir) if cache_dir else default_cache_dir())
     if path.exists():
         raise SettingsError(f"model.path: {path} is neither a folder nor a .gguf file")
     return _hub_snapshot(model)
@@ -44,7 +50,7 @@ def resolve_model(model: str, cache_dir: str = "") -> Path:
 
 def is_local(model: str) -> bool:
     """Whether `resolve_model` would download nothing: it is here, or it is no hub id at all."""
-    if Path(model).expanduser().exists() or model.lower().endswith(".gguf"):
+    if home_path(model).exists() or model.lower().endswith(".gguf"):
         return True
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
@@ -60,7 +66,7 @@ def is_local(model: str) -> bool:
 
 def is_converted(path: Path, cache_dir: str = "") -> bool:
     """Whether a GGUF file's conversion is in the cache, whole."""
-    return _intact(_conversion_folder(path, Path(cache_dir).expanduser() if cache_dir else default_cache_dir()))
+    return _intact(_conversion_folder(path, home_path(cache_dir) if cache_dir else default_cache_dir()))
 
 
 def _conversion_folder(path: Path, cache: Path) -> Path:
@@ -129,8 +135,11 @@ def _convert_gguf(path: Path, folder: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(
             source, gguf_file=name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
         )
-    except (ValueError, KeyError, RuntimeError) as error:
-        raise SettingsError(f"model.path: {path} could not be read as GGUF: {str(error).splitlines()[0]}") from None
+    except (OSError, SafetensorError):
+        raise
+    except Exception as error:  # a file that is cut or damaged breaks its readers in many ways
+        reason = [*str(error).splitlines(), type(error).__name__][0]
+        raise SettingsError(f"model.path: {path} could not be read as GGUF (truncated?): {reason}") from None
     if getattr(model.config, "quantization_config", None) is not None:
         del model.config.quantization_config
     model.save_pretrained(folder)
@@ -141,15 +150,27 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> the safetensors file that holds it; one file or the shards of an index."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        try:
-            shards: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError) as error:
-            raise SettingsError(f"{index} is not a safetensors index: {error}") from None
-        return {name: folder / shard for name, shard in shards.items()}
+        return {name: folder / shard for name, shard in _weight_map(index).items()}
     single = folder / "model.safetensors"
     if not single.is_file():
         raise SettingsError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
     return dict.fromkeys(_names(single), single)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name, every file there."""
+    try:
+        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise SettingsError(f"{index} is not a safetensors index: {type(error).__name__} {error}") from None
+    if not isinstance(shards, dict) or not shards or not all(isinstance(shard, str) for shard in shards.values()):
+        raise SettingsError(
+            f"{index} is not a safetensors index: weight_map must give each tensor the name of its file"
+        )
+    for shard in sorted({*shards.values()}):
+        if not (index.parent / shard).is_file():
+            raise SettingsError(f"{index} names {shard}, which is not there (download not finished?)")
+    return shards
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -190,20 +211,56 @@ def load_tensors(
                 for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
                     if name in wanted:
                         tensor = file.get_tensor(name)
+                        _check_stored(tensor, name, path)
                         tensors[name] = tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
         except (SafetensorError, OSError) as error:
             raise SettingsError(f"{path} is not a readable safetensors file (truncated?): {error}") from None
+    if absent := sorted(wanted - set(tensors)):
+        raise SettingsError(f"{folder} lacks the tensor {absent[0]}, which its index promises")
     return tensors
 
 
+def _check_stored(tensor: Tensor, name: str, path: Path) -> None:
+    """Eight-bit floats mean nothing without their scales, and complex numbers would lose their halves."""
+    if (tensor.is_floating_point() and tensor.dtype not in STORED_DTYPES) or tensor.is_complex():
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORED_DTYPES)
+        raise SettingsError(
+            f"{path}: {name} is stored as {str(tensor.dtype).removeprefix('torch.')}, which is not supported; supported: {known}"
+        )
+
+
+def check_numbers(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Raises SettingsError for a tensor that is not floating or holds NaN or infinity."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise SettingsError(
+                f"{where}: {name} is stored as {str(tensor.dtype).removeprefix('torch.')}, and weights are floating-point numbers"
+            )
+        # far cheaper than isfinite of every element
+        if not bool(torch.isfinite(torch.stack(tensor.aminmax())).all()):
+            raise SettingsError(
+                f"{where}: {name} holds NaN or infinity; the file is damaged, or its training went wrong"
+            )
+
+
 def load_target(folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """The target's tensors, every one that the decoder needs present and of the shape that config.json says."""
+    """The target's tensors, every one that the decoder needs present and of the shape that config.json says, and none that
+    would change what it computes left over."""
     shapes = expected_shapes(arch)
+    _refuse_leftovers(set(tensor_files(folder)) - set(shapes), folder)
     tensors = load_tensors(folder, dtype, device, only=shapes)
     for name, shape in shapes.items():
         if tuple(tensors[name].shape) != shape:
             raise SettingsError(f"{folder}: {name} has shape {tuple(tensors[name].shape)}, config.json says {shape}")
+    check_numbers(tensors, str(folder))
     return tensors
+
+
+def _refuse_leftovers(names: set[str], folder: Path) -> None:
+    """Biases, scales or whole layers of which config.json says nothing. Older files store rotary tables too."""
+    left = sorted(name for name in names if name.startswith("model.") and not name.endswith(".inv_freq"))
+    if left:
+        raise SettingsError(f"{folder} has the tensor {left[0]}, which its config.json does not account for")
 
 
 def expected_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:

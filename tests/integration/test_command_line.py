@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import httpx
@@ -251,6 +252,28 @@ def test_a_server_that_is_told_to_stop_finishes_its_streams(server):
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]"
     assert server.process.wait(timeout=20) == 0
+
+
+def test_what_still_runs_or_waits_when_the_time_to_drain_is_up_ends_with_an_error_of_its_own(serve_flags):
+    running = Server(["--no-ray", *serve_flags, "--set", "scheduler.max_live=1", "--set", "gateway.drain_s=0.5"])
+    try:
+        running.wait_ready()
+        body = {"model": "golden", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 400}
+        with ThreadPoolExecutor(40) as clients:
+            streams = [clients.submit(running.client.post, CHAT, json={**body, "stream": True}) for _ in range(20)]
+            unary = [clients.submit(running.client.post, CHAT, json=body) for _ in range(20)]
+            wait([*streams, *unary], return_when=FIRST_COMPLETED)
+            running.process.send_signal(signal.SIGTERM)
+            answers = [future.result() for future in [*streams, *unary]]
+        assert running.process.wait(timeout=20) == 0
+    finally:
+        running.kill()
+    refused = [answer.json()["error"] for answer in answers if answer.status_code != 200]
+    assert refused, "the drain time was to be too short for all of them"
+    assert {(error["type"], error["code"]) for error in refused} == {("server_error", "shutting_down")}
+    for answer in [each for each in answers[:20] if each.status_code == 200]:
+        last = answer.text.rstrip().rpartition("data: ")[2]
+        assert last == "[DONE]" or json.loads(last)["error"]["code"] == "shutting_down"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

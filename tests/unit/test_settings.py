@@ -139,6 +139,48 @@ def test_a_file_that_is_no_mapping_is_refused(write, text):
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["model: {path: a}\nthreads: 1\nmodel: {name: b}\n", "scheduler:\n  max_live: 1\n  planner: off\n  max_live: 2\n"],
+)
+def test_a_key_that_stands_twice_is_refused_and_not_half_forgotten(write, text):
+    with pytest.raises(SettingsError, match=r"the key '(model|max_live)' stands twice") as refusal:
+        load_settings(write(text))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_merged_mapping_may_override_what_it_merges(write):
+    assert load_settings(write("model: {<<: {path: a, name: b}, path: c}\n")).model.path == "c"
+
+
+def test_files_that_are_nested_too_deep_or_grow_without_end_are_one_short_line(write):
+    bomb = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
+        f"{name}: &{name} [{', '.join(['*' + before] * 8)}]\n" for before, name in zip("abcdef", "bcdefg", strict=True)
+    )
+    for text in ("model: " + "[" * 5000 + "]" * 5000, bomb + "model: *g\n"):
+        with pytest.raises(SettingsError) as refusal:
+            load_settings(write(text))
+        assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 2000
+
+
+def test_an_empty_name_of_the_settings_file_is_no_file(monkeypatch):
+    monkeypatch.setenv("DSPARK_SETTINGS", "")
+    assert load_settings() == Settings()
+
+
+@pytest.mark.parametrize("threads", ["4097", "1000000"])
+def test_more_threads_than_a_process_can_have_are_refused(monkeypatch, threads):
+    monkeypatch.setenv("DSPARK_THREADS", threads)
+    with pytest.raises(SettingsError, match=r"threads: .*4096"):
+        load_settings()
+
+
+def test_a_wrong_part_of_a_list_names_the_variable_it_came_from(monkeypatch):
+    monkeypatch.setenv("DSPARK_GATEWAY__SERVED_NAMES", "[1]")
+    with pytest.raises(SettingsError, match=r"environment variable DSPARK_GATEWAY__SERVED_NAMES\)"):
+        load_settings()
+
+
 def test_a_key_of_a_file_that_is_no_word_is_an_unknown_key(write):
     with pytest.raises(SettingsError, match=r"^1: unknown key \(from .*settings\.yaml\)"):
         load_settings(write("1: 2\n"))
