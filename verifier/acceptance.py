@@ -93,7 +93,8 @@ def judge(
     logits: [S, V]; num_draft + 1 consecutive rows per extension, the first being the law after its last known token.
     masks: what grammars allow in some of the rows; whoever made them has seen to stop ids and min_tokens there.
     generator: on the device of the logits; independent of the drafter's (noise.fresh_generator). None is torch's own.
-    Raises InternalFault when a row has no law (NaN, +inf or nothing but -inf), ValueError for drafts that cannot be.
+    A request that would need a row without a law (NaN, +inf or nothing but -inf) gets a verdict with an error, and the others
+    get theirs. Raises ValueError for drafts that cannot be.
     """
     if not extensions:
         return []
@@ -232,10 +233,6 @@ def _proposals(batch: _Batch) -> tuple[Ints, npt.NDArray[np.float32], npt.NDArra
 def _verdicts(batch: _Batch, table: SamplingTable, answers: Ints) -> list[Verdict]:
     """answers: targets [S], is each row finite [S], then num_accepted [R] and next token [R] of the unseeded."""
     targets, finite, unseeded = np.split(answers, [len(batch.owner), 2 * len(batch.owner)])
-    if not finite.all():
-        row = int(np.argmin(finite))
-        request_id = batch.extensions[batch.owner[row]].request_id
-        raise InternalFault(f"the target's logits are not finite: {request_id}, output position {batch.positions[row]}")
     rejections = iter(unseeded.reshape(2, -1).T.tolist())
     verdicts = []
     for i, extension in enumerate(batch.extensions):
@@ -246,8 +243,18 @@ def _verdicts(batch: _Batch, table: SamplingTable, answers: Ints) -> list[Verdic
             token = wanted[num_accepted]
         else:
             num_accepted, token = next(rejections)
+        judges = finite[batch.first_row[i] :][: num_accepted + 1]
+        if not judges.all():
+            verdicts.append(_lawless(extension, int(judges.argmin())))
+            continue
         verdicts.append(Verdict(extension.request_id, num_accepted, (*drafts[:num_accepted], token)))
     return verdicts
+
+
+def _lawless(extension: Extension, depth: int) -> Verdict:
+    """Only this request ends: what makes the target's numbers overflow is in its own tokens."""
+    reason = f"the target's logits are not finite at output position {extension.output_index + depth}"
+    return Verdict(extension.request_id, 0, (), error=(InternalFault.__name__, reason))
 
 
 def _with_logprobs(verdicts: list[Verdict], raw: Tensor, batch: _Batch) -> list[Verdict]:

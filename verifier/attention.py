@@ -50,7 +50,8 @@ class Bucket:
     """Tensors of one padded call: R requests, Q query rows each, context padded to whole blocks.
 
     query_rows [R * Q] flat rows (None: all rows of the step in order), blocks [R * n], mask [R, 1, Q * G, n * block_size],
-    kept [rows] indexes of the real rows among R * Q and their flat rows.
+    kept [rows] indexes of the real rows among R * Q and their flat rows. stale: gathered rows of the requests' last blocks, among
+    R * n * block_size, that nobody has written since the block was another request's.
     """
 
     num_requests: int
@@ -60,6 +61,7 @@ class Bucket:
     mask: Tensor
     kept: Tensor
     flat_rows: Tensor
+    stale: Tensor
 
 
 def paged_attention(
@@ -114,7 +116,9 @@ class TorchAttention:
         visible = np.arange(num_blocks * size)[None, None, :] <= positions[:, :, None]
         mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(torch.from_numpy(~visible), float("-inf"))
         whole_step = bool(real.all()) and rows.size == num_rows and bool((rows.ravel() == np.arange(num_rows)).all())
-        tables = padded_tables([s.block_ids for s in spans], num_blocks)
+        tables = padded_tables([s.block_ids[: -(-s.context_len // size)] for s in spans], num_blocks)
+        ends = [(r * num_blocks * size, s.context_len) for r, s in enumerate(spans)]
+        stale = np.concatenate([np.arange(first + n, first + -(-n // size) * size) for first, n in ends])
         return Bucket(
             num_requests=len(spans),
             num_queries=num_queries,
@@ -123,6 +127,7 @@ class TorchAttention:
             mask=mask.repeat_interleave(self.group, dim=1).unsqueeze(1).to(device),
             kept=torch.from_numpy(np.flatnonzero(real.ravel())).to(device),
             flat_rows=torch.from_numpy(rows[real]).to(device),
+            stale=torch.from_numpy(stale).to(device),
         )
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
@@ -141,7 +146,7 @@ class TorchAttention:
     def _attend(self, layer: int, queries: Tensor, bucket: Bucket) -> Tensor:
         """queries [R * Q, H, hd] -> [R * Q, H * hd]. Heads that share a key head become query rows of it: no copies of K, V."""
         r, q, g, hd = bucket.num_requests, bucket.num_queries, self.group, queries.shape[-1]
-        keys, values = self.kv.gather(layer, bucket.blocks, r)
+        keys, values = self.kv.gather(layer, bucket.blocks, r, bucket.stale)
         folded = queries.reshape(r, q, -1, g, hd).transpose(1, 2).reshape(r, -1, q * g, hd)
         attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=bucket.mask)
         return attended.view(r, -1, q, g, hd).transpose(1, 2).reshape(r * q, -1)

@@ -122,12 +122,13 @@ def _masks(masked: Sequence[tuple[int, Constraint]]) -> TokenMasks | None:
 def kept_rows(
     plan: Plan, verdicts: Sequence[Verdict], constraints: Mapping[str, Constraint] | None = None
 ) -> list[int]:
-    """Flat rows whose tokens are now committed: everything but the rejected drafts."""
+    """Flat rows whose tokens are now committed: everything but the rejected drafts, and nothing of a request that failed."""
     rows: list[int] = []
     first = 0
     for extension, verdict in zip(plan.extensions, verdicts, strict=True):
         num_known = len(extension.token_ids) - extension.num_draft
-        rows.extend(range(first, first + num_known + verdict.num_accepted))
+        if verdict.error is None:
+            rows.extend(range(first, first + num_known + verdict.num_accepted))
         first += _num_rows(extension, constraints or {})
     return rows
 

@@ -46,9 +46,21 @@ class PagedKV:
         """slots [N] int64, rows [N, 2 KV, hd] (rotated keys, then values)."""
         self._slots[layer].index_copy_(0, slots, rows)
 
-    def gather(self, layer: int, blocks: Tensor, num_requests: int) -> tuple[Tensor, Tensor]:
-        """blocks [R * n] int64 -> keys, values, each a view [R, KV, n * block_size, hd]."""
+    def clear_padding(self) -> None:
+        """Block 0 as it was at first: padding is read, and must be finite."""
+        self.pool[:, 0] = 0
+
+    def gather(
+        self, layer: int, blocks: Tensor, num_requests: int, stale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """blocks [R * n] int64 -> keys, values, each a view [R, KV, n * block_size, hd].
+
+        stale: rows among R * n * block_size that come out as zero. A mask alone does not keep out what another request left
+        behind there: 0 * NaN is NaN.
+        """
         rows = self.pool[layer].index_select(0, blocks)
+        if stale is not None:
+            rows.flatten(0, 1).index_fill_(0, stale, 0.0)
         rows = rows.view(num_requests, -1, 2 * self.num_kv_heads, rows.shape[-1]).transpose(1, 2)
         return rows[:, : self.num_kv_heads], rows[:, self.num_kv_heads :]
 

@@ -24,7 +24,10 @@ def step_seconds(runner: TargetRunner, num_tokens: Sequence[int], context_lens: 
     Rows are spread over requests of up to 8, as drafts are. Uses block 0 only.
     """
     longest = runner.max_model_len - _ROWS_PER_REQUEST
-    return [[_step(runner, n, max(0, min(context, longest))) for n in num_tokens] for context in context_lens]
+    try:
+        return [[_step(runner, n, max(0, min(context, longest))) for n in num_tokens] for context in context_lens]
+    finally:
+        runner.kv.clear_padding()
 
 
 def _step(runner: TargetRunner, num_tokens: int, context_len: int) -> float:

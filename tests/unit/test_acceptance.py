@@ -10,7 +10,6 @@ import pytest
 import torch
 from scipy import stats
 
-from scheduler.errors import InternalFault
 from scheduler.wire import Extension, SamplingParams, Verdict
 from verifier.acceptance import judge
 from verifier.sampling import SamplingTable, draw, seeded_pick, transform
@@ -472,7 +471,7 @@ def test_min_tokens_of_one_request_leave_its_neighbours_alone() -> None:
 @pytest.mark.parametrize("params", [GREEDY, SEEDED, SAMPLED, SamplingParams(top_p=0.5), SamplingParams(top_k=4)])
 @pytest.mark.parametrize("fault", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("width", [16, 1024])
-def test_a_row_without_a_law_is_a_fault_that_names_the_request(
+def test_a_row_without_a_law_ends_its_own_request_and_no_other(
     params: SamplingParams, fault: float, width: int
 ) -> None:
     logits = torch.randn(6, width, generator=generator())
@@ -480,9 +479,26 @@ def test_a_row_without_a_law_is_a_fault_that_names_the_request(
         logits[4] = fault
     else:
         logits[4, 3] = fault
-    extensions = [extension(GREEDY, [1], name="fine"), extension(params, [1, 2, 3], name="broken", output_index=7)]
-    with pytest.raises(InternalFault, match="not finite: broken, output position 9"):
-        judge(logits=logits, extensions=extensions, generator=generator())
+    drafts = [int(logits[row].argmax()) for row in (2, 3)]
+    certain = {"q_ids": np.array([[drafts[0]], [drafts[1]], [0]]), "q_probs": np.full((3, 1), 1e-6, dtype=np.float32)}
+    broken = extension(
+        params, [*drafts, 0], name="broken", output_index=7, **({} if params in (GREEDY, SEEDED) else certain)
+    )
+    found = judge(logits=logits, extensions=[extension(GREEDY, [1], name="fine"), broken], generator=generator())
+    assert found[0] == judge(logits=logits[:2], extensions=[extension(GREEDY, [1], name="fine")])[0]
+    accepted = found[1].num_accepted
+    if found[1].error is None:  # something before the row that is broken was rejected
+        assert params == SEEDED and accepted < 2
+        return
+    assert found[1].error == ("InternalFault", "the target's logits are not finite at output position 9")
+    assert (found[1].num_accepted, found[1].token_ids) == (0, ())
+
+
+def test_a_row_without_a_law_behind_a_rejected_draft_is_nobodys_business() -> None:
+    logits = torch.zeros(3, 8)
+    logits[:, 2] = 9.0
+    logits[1:] = torch.nan
+    assert judge(logits=logits, extensions=[extension(GREEDY, [1, 2])])[0].token_ids == (2,)
 
 
 def test_drafts_that_cannot_be_are_refused() -> None:
