@@ -83,8 +83,21 @@ def _fail(message: str, status: int) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says of a flag that nobody knows which one may be meant, with the usage of the command it was given to."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            from services.settings import suggestion
+
+            name = unknown[0].partition("=")[0]
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion(name, self._option_string_actions)}")
+        return known, unknown
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dspark", description="Serving with DSpark speculative decoding.")
+    parser = _Parser(prog="dspark", description="Serving with DSpark speculative decoding.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for add in (
         _add_serve,
@@ -122,11 +135,11 @@ def _add_generate(commands: Any) -> None:
     generate = _command(commands, "generate", "Answer one prompt in this process.", _generate, SETTING_FLAGS)
     generate.add_argument("prompt", help="what the user says")
     generate.add_argument("--system", default="", help="a system message")
-    generate.add_argument("--max-tokens", type=int, default=256)
-    generate.add_argument("--temperature", type=float, default=None)
-    generate.add_argument("--top-p", type=float, default=None)
-    generate.add_argument("--top-k", type=int, default=None)
-    generate.add_argument("--seed", type=int, default=None)
+    generate.add_argument("--max-tokens", type=int, default=256, help="at most (default %(default)s)")
+    generate.add_argument("--temperature", type=float, help="0 is greedy (default: the model's)")
+    generate.add_argument("--top-p", type=float, help="above 0 and at most 1 (default: the model's)")
+    generate.add_argument("--top-k", type=int, help="0 is off (default: the model's)")
+    generate.add_argument("--seed", type=int, help="the same text each time (default: none)")
     generate.add_argument("--show-drafts", action="store_true", help="colour tokens by origin and print the numbers")
 
 

@@ -33,9 +33,8 @@ def described() -> str:
     """One line for whoever starts the server."""
     if behind_haproxy() and _is_set(_FAST):
         return "http: HAProxy, straight to the gateway"
-    missing = " and ".join(f"{name}=1" for name in (_FAST, _HAPROXY) if not _is_set(name))
     through = "HAProxy" if behind_haproxy() else "Serve's own proxy"
-    return f"http: {through}; {missing} would cost less per token (docs/operating.md)"
+    return f"http: {through}; for a faster way see docs/operating.md, What HTTP costs"
 
 
 def why_haproxy_failed(text: str) -> str | None:

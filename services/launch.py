@@ -99,6 +99,8 @@ def serve_with_ray(settings: Settings) -> None:
     drains = False
     joined = bool(os.environ.get("RAY_ADDRESS"))
     try:
+        if not joined:
+            say("starting Ray")
         with contextlib.suppress(SystemExit):
             # Ray's own answer to SIGTERM while it starts
             start_ray(settings)
@@ -123,6 +125,7 @@ def serve_with_ray(settings: Settings) -> None:
         # would start another.
         if joined or drains:
             _stop_ray(settings.gateway.drain_s if drains else 0.0)
+    say("stopped")
 
 
 class StopRequest:

@@ -476,14 +476,15 @@ def _refuse_unknown_variables() -> None:
         upper = name.upper()
         if not upper.startswith(PREFIX) or upper == FILE_VARIABLE or upper in known or _is_service_link(upper):
             continue
-        raise SettingsError(f"environment variable {name}: unknown setting{_suggestion(upper, known)}")
+        raise SettingsError(f"environment variable {name}: unknown setting{suggestion(upper, known)}")
 
 
 def _is_service_link(name: str) -> bool:
     return DELIMITER not in name and _SERVICE_LINK.fullmatch(name) is not None
 
 
-def _suggestion(wrong: str, known: Mapping[str, Any]) -> str:
+def suggestion(wrong: str, known: Mapping[str, Any]) -> str:
+    """What may have been meant, to end a message with."""
     close = difflib.get_close_matches(wrong, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -494,7 +495,7 @@ def _settings_error(error: ValidationError, sources: _Sources) -> SettingsError:
     name, origin = ".".join(keys), sources.origin(keys)
     if first["type"] == "extra_forbidden":
         known = {".".join(each): each for each in known_keys()}
-        return SettingsError(f"{name}: unknown key (from {origin}){_suggestion(name, known)}")
+        return SettingsError(f"{name}: unknown key (from {origin}){suggestion(name, known)}")
     reason = first["msg"].removeprefix("Value error, ")
     if keys[:2] == ("gateway", "auth"):
         return SettingsError(f"{name}: {reason} (from {origin})")

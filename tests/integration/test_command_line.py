@@ -440,3 +440,20 @@ def test_start_up_time_of_help_is_short():
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-m", "services.cli", "--help"], capture_output=True, text=True, check=True)
     assert "measure" in done.stdout and time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command", "meant"),
+    [
+        (["serve", "--prt", "9000"], "serve", "--port"),
+        (["generate", "x", "--max-tokns=3"], "generate", "--max-tokens"),
+        (["bench", "sweep", "--round", "1", "--plannrs", "off"], "bench sweep", "--planners"),
+    ],
+)
+def test_a_misspelt_flag_is_answered_with_its_commands_usage_and_what_may_be_meant(arguments, command, meant, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert said.startswith(f"usage: dspark {command} ")
+    assert said.rstrip().endswith(f"did you mean {meant}?")
