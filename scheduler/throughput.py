@@ -34,6 +34,7 @@ _SPOT_FACTOR = 1.5
 _CONTEXTS = (256, 1024, 4096)
 _REQUESTS = (1, 2, 4, 8, 16, 32)
 _WIDTHS = (1, 2, 4)
+_LARGEST = 1 << 20  # of any axis: tables are dense
 
 
 class CurveRejected(Exception):
@@ -171,6 +172,8 @@ def check_points(points: CurvePoints, *, width: int) -> None:
     for name, axis in axes.items():
         if not axis or axis[0] < 1 or any(b <= a for a, b in itertools.pairwise(axis)):
             raise CurveRejected(f"{name} must be positive and ascending, not {list(axis)}")
+        if axis[-1] > _LARGEST:
+            raise CurveRejected(f"{name} reach up to {axis[-1]}, which nobody measures")
     for name, (table, num_rows, num_columns) in tables.items():
         if len(table) != num_rows or any(len(row) != num_columns for row in table):
             raise CurveRejected(f"{name} is not {num_rows} rows of {num_columns}")
@@ -204,14 +207,17 @@ def load_curve(path: str | os.PathLike[str], key: Mapping[str, str], *, width: i
         document = json.loads(Path(path).read_text())
     except FileNotFoundError:
         raise CurveRejected("no curve has been saved yet") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CurveRejected(f"the file cannot be read: {error}") from None
     try:
         _check_key(document, key)
         points = _points(document["points"])
         check_points(points, width=width)
-        return CostCurve(points, float(document["measured_at"]), from_file=True)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        measured_at = float(document["measured_at"])
+        if not np.isfinite(measured_at):
+            raise CurveRejected("measured_at is no time")
+        return CostCurve(points, measured_at, from_file=True)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CurveRejected(f"the file is not a curve: {type(error).__name__} {error}") from None
 
 

@@ -142,6 +142,11 @@ def test_a_curve_of_something_else_is_rejected_and_says_what_differs(
         lambda d: d["points"].update(verify_s="much"),
         lambda d: d.update(key=3),
         lambda d: d.update(measured_at=None),
+        lambda d: d.update(measured_at=float("nan")),
+        lambda d: d.update(measured_at=float("inf")),
+        lambda d: d["points"]["tokens"].__setitem__(-1, 10**15),
+        lambda d: d["points"]["tokens"].__setitem__(-1, float("inf")),
+        lambda d: d["points"]["widths"].__setitem__(-1, 10**12),
     ],
 )
 def test_a_damaged_file_is_rejected_not_raised_through(curve: CostCurve, tmp_path: Path, damage: object) -> None:
@@ -154,7 +159,7 @@ def test_a_damaged_file_is_rejected_not_raised_through(curve: CostCurve, tmp_pat
         load_curve(path, KEY, width=4)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"x"', "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"x"', "\x00", "[" * 100_000])
 def test_a_file_that_is_no_json_object_is_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "c.json").write_text(text)
     with pytest.raises(CurveRejected):
