@@ -6,12 +6,14 @@ safetensors. Never pickle.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -92,27 +94,47 @@ def _hub_snapshot(model: str) -> Path:
 
 
 def _converted_gguf(path: Path, cache: Path) -> Path:
-    """The folder appears whole or not at all."""
+    """The folder appears whole or not at all; of several processes one converts and the others wait for it."""
     folder = _conversion_folder(path, cache)
     if _intact(folder):
         return folder
-    unfinished: Path | None = None
     try:
-        shutil.rmtree(folder, ignore_errors=True)
         cache.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f"{path.stem}-", dir=cache))
-        _convert_gguf(path, unfinished)
-        os.replace(unfinished, folder)
+        with _one_at_a_time(cache):
+            if not _intact(folder):
+                _convert_into(folder, path)
     except (OSError, SafetensorError) as error:
-        # another process may have finished the same conversion first
-        if not _intact(folder):
-            raise SettingsError(
-                f"cache_dir: the converted weights of {path.name} cannot be written to {cache} ({error}); set another one"
-            ) from None
-    finally:
-        if unfinished is not None:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        raise SettingsError(
+            f"cache_dir: the converted weights of {path.name} cannot be written to {cache} ({error}); set another one"
+        ) from None
     return folder
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Waits until no other process is in here for the same folder; the system lets go of what a killed one held."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        # a file system without locks: two may convert at once, each into a folder of its own
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _convert_into(folder: Path, path: Path) -> None:
+    unfinished = Path(tempfile.mkdtemp(prefix=f"{path.stem}-", dir=folder.parent))
+    try:
+        _convert_gguf(path, unfinished)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(unfinished, folder)
+    except OSError:
+        # without a lock another process may have finished first
+        if not _intact(folder):
+            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _intact(folder: Path) -> bool:

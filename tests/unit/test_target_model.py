@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from scheduler.errors import SettingsError
 from scheduler.wire import Extension, Plan, SamplingParams
 from verifier import native
+from verifier import weights as target_files
 from verifier.architecture import parse_architecture, read_architecture
 from verifier.attention import Span, split_spans
 from verifier.batch import kept_rows, pack
@@ -320,6 +323,27 @@ def test_a_damaged_conversion_is_made_anew_and_a_cache_that_cannot_be_written_is
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(SettingsError, match="cache_dir: the converted weights of"):
         resolve_model(str(source), str(tmp_path / "file"))
+
+
+def test_of_several_starts_at_once_one_converts_and_the_others_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    source = tmp_path / "tiny.gguf"
+    write_tiny_gguf(gguf, source)
+    convert, begun = target_files._convert_gguf, []
+
+    def slowly(path: Path, folder: Path) -> None:
+        begun.append(folder)
+        time.sleep(0.3)
+        convert(path, folder)
+
+    monkeypatch.setattr(target_files, "_convert_gguf", slowly)
+    with ThreadPoolExecutor(4) as starts:
+        folders = list(starts.map(lambda _: resolve_model(str(source), str(tmp_path / "cache")), range(4)))
+    assert len(begun) == 1 and len(set(folders)) == 1
+    assert read_architecture(folders[0]).num_layers > 0
+    assert list((tmp_path / "cache").iterdir()) == [folders[0]]
 
 
 def write_tiny_gguf(gguf: object, path: Path) -> dict[str, int]:
