@@ -332,7 +332,7 @@ def test_a_server_on_ray_says_what_it_waits_for_and_drains_when_its_whole_group_
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert running.process.wait(timeout=60) == 0
-        assert running.rest() == "" and in_session(child) == []
+        assert running.rest() == "stopped\n" and in_session(child) == []
         assert refused.json()["error"]["code"] == "shutting_down" and int(refused.headers["retry-after"]) > 0
     finally:
         running.kill()
