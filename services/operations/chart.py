@@ -59,7 +59,8 @@ _GROUP = _object(
 )
 _MODEL_VOLUME = _object(
     {
-        "name": {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"},
+        # with `model-` before it a label of at most 63
+        "name": {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "maxLength": 57},
         "mountPath": {"type": "string", "pattern": "^/"},
         "claim": _TEXT,
         "subPath": _TEXT,
@@ -97,7 +98,8 @@ _STATED: dict[str, Schema] = {
     "head": _object(_POD),
     "workerGroups": {
         "type": "object",
-        "propertyNames": {"pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$"},
+        # a name is the value of a label of pods
+        "propertyNames": {"pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63},
         "additionalProperties": {"anyOf": [{"type": "null"}, _GROUP]},
     },
     "upgradeStrategy": _choice("NewCluster", "None"),
@@ -110,6 +112,7 @@ _STATED: dict[str, Schema] = {
     "serveProxy.readyCheckTimeoutSeconds": _POSITIVE,
     "podDisruptionBudget.maxUnavailable": {"type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+%$"},
     "networkPolicy.clients": _FOREIGN_LIST,
+    "prometheusRule.runbookBase": {"type": "string", "pattern": "^[A-Za-z0-9./][A-Za-z0-9/:._~?=&%#@+-]*$"},
     "podSecurityContext": _FOREIGN,
     "containerSecurityContext": _FOREIGN,
     "extraEnv": {"type": "array", "items": _VARIABLE},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from ray.serve.schema import ServeDeploySchema
 from services.access import check_exposure
 from services.gateway.proxy_answers import ENVIRONMENT as PROXY_ENVIRONMENT
 from services.operations.__main__ import generated
-from services.operations.chart import OWNED
-from services.settings import Settings, known_keys, load_settings
+from services.settings import load_settings
 from tests.rendered_chart import (
     CHART,
     EVERYTHING,
@@ -194,6 +192,27 @@ def test_a_proxy_goes_on_until_its_pod_gets_no_requests_and_not_longer_than_that
         assert variables(pod)["RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S"] == draining
 
 
+@pytest.mark.parametrize(("drain_s", "stopped_after"), [(30, "120"), (300.5, "301")])
+def test_haproxy_takes_the_place_of_serves_proxy_on_all_pods_and_cuts_no_stream_before_the_drain_does(
+    chart, drain_s, stopped_after
+):
+    from ray.serve._private import constants
+
+    read = Path(constants.__file__).read_text()
+    usual = variables(pods(objects(chart, KEYS))[0])
+    values = {**KEYS, "serveProxy": {"haproxy": True}, "settings": {"gateway": {"drain_s": drain_s}}}
+    head, worker = pods(objects(chart, values))
+    assert variables(head) == variables(worker)
+    added = {name: value for name, value in variables(head).items() if name not in usual}
+    assert added == {
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": stopped_after,
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
+    }
+    assert all(f'"{name}"' in read for name in added)
+
+
 def test_proxies_are_watched_as_dspark_serve_watches_them_by_variables_that_this_ray_reads(chart):
     from ray.serve._private import constants
 
@@ -264,99 +283,6 @@ def test_monitors_and_budget_select_the_pods_of_this_release(chart):
         assert wanted and wanted.items() <= labels.items()
     service = of_kind(found, "RayService")["spec"]["serveService"]["metadata"]["labels"]
     assert of_kind(found, "ServiceMonitor")["spec"]["selector"]["matchLabels"].items() <= service.items()
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({}, "apiKeys.existingSecret"),
-        ({**KEYS, "settings": {"resources": {"verifier_gpus": 1}}}, "settings.resources.verifier_gpus is 1"),
-        ({**KEYS, "workerGroups": {"workers": {"replicas": 2}}}, "modelCache.accessModes"),
-        ({**KEYS, "workerGroups": {"workers": None}}, "workerGroups: at least one group"),
-        ({**KEYS, "fullnameOverride": "x" * 48}, "longer than KubeRay's 47"),
-        ({**KEYS, "fullnameOverride": "4you"}, "begins with a letter"),
-        (
-            {**KEYS, "modelVolumes": [{"name": "m", "mountPath": "/m"}]},
-            "modelVolumes: m needs a claim, an image or a fetch",
-        ),
-        ({**KEYS, "ingress": {"enabled": True, "tlsSecret": "tls"}}, "ingress.host"),
-        ({**KEYS, "httpRoute": {"enabled": True}}, "httpRoute.parentRefs"),
-        ({**KEYS, "settings": {"groups": 3}, "workerGroups": {"workers": {"gpus": 2}}}, "settings.groups is 3"),
-        (
-            {
-                **KEYS,
-                "settings": {"groups": 3, "resources": {"verifier_gpus": 1, "drafter_gpus": 0}},
-                "workerGroups": {"workers": {"gpus": 2}},
-            },
-            "settings.resources.verifier_gpus is 1 for each of 3 engine groups",
-        ),
-        (
-            {**KEYS, "serveProxy": {"minDrainingSeconds": 200}},
-            "minDrainingSeconds is 200 and a pod is killed after 180 seconds",
-        ),
-    ],
-)
-def test_values_that_cannot_work_are_refused_by_name(chart, values, message):
-    with pytest.raises(helm.HelmError, match=message):
-        render(chart, values)
-
-
-def _with_misspelt(tree: dict[str, Any], free: set[str], above: str = "") -> dict[str, Any]:
-    """The tree, and beside each key the same with a letter too much. `free`: mappings whose keys are anybody's."""
-    result: dict[str, Any] = {}
-    for key, value in tree.items():
-        path = f"{above}/{key}"
-        result[key] = _with_misspelt(value, free, path) if isinstance(value, dict) and path not in free else value
-        result[f"{key}x"] = value
-    return result
-
-
-def _paths(tree: dict[str, Any], free: set[str], above: str = "") -> set[str]:
-    found = {f"{above}/{key}x" for key in tree}
-    for key, value in tree.items():
-        if isinstance(value, dict) and f"{above}/{key}" not in free:
-            found |= _paths(value, free, f"{above}/{key}")
-    return found
-
-
-def test_every_misspelt_key_of_values_and_settings_is_refused(chart):
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-    values["settings"] = json.loads(Settings().model_dump_json())
-    gateway = values["settings"]["gateway"]
-    del gateway["host"], gateway["auth"]["keys"], gateway["auth"]["keys_file"]
-    group = values["workerGroups"].pop("workers")
-    free = {
-        *("/workerGroups", "/podSecurityContext", "/containerSecurityContext", "/grafanaDashboards/labels"),
-        *("/networkPolicy/operatorNamespace", "/networkPolicy/monitoringNamespace"),
-    }
-    wrong = _with_misspelt(values, free)
-    wrong["workerGroups"] = {"workers": _with_misspelt(group, set())}
-    with pytest.raises(helm.HelmError) as refusal:
-        chart.validate_schema(wrong)
-    lines = re.findall(r"at '(.*)': additional properties (.*) not allowed", str(refusal.value))
-    refused = {f"{place}/{key}" for place, keys in lines for key in re.findall(r"'(\w+)'", keys)}
-    expected = _paths(values, free) | _paths(group, set(), "/workerGroups/workers")
-    assert refused == expected
-    assert len(expected) > 130
-
-
-def test_the_schema_has_the_settings_by_name_and_refuses_what_the_chart_owns(chart):
-    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["settings"]
-    for path in known_keys():
-        part: Any = schema
-        for key in path:
-            part = part.get("properties", {}).get(key)
-            if part is None:
-                break
-        assert (part is None) == (".".join(path) in OWNED), path
-    for secret in ({"keys": {"alice": "sk-2f7c0d9a4be14c55"}}, {"keys_file": "/x"}):
-        with pytest.raises(helm.HelmError, match="dditional propert"):
-            chart.validate_schema({"settings": {"gateway": {"auth": secret}}})
-
-
-def test_settings_cannot_come_by_a_variable_beside_the_tree(chart):
-    with pytest.raises(helm.HelmError, match="extraEnv"):
-        chart.validate_schema({"extraEnv": [{"name": "DSPARK_GATEWAY__PORT", "value": "1"}]})
 
 
 @pytest.mark.parametrize("path", GENERATED, ids=lambda path: path.name)

@@ -13,8 +13,8 @@
 {{- define "dspark.service" -}}{{ include "dspark.fullname" . }}-serve-svc{{- end -}}
 
 {{- define "dspark.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "dspark.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "dspark.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "dspark.labels" -}}
@@ -56,11 +56,32 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $given | default (min $most (add (mul (int .Values.probes.periodSeconds) (int .Values.probes.failureThreshold)) 5)) -}}
 {{- end -}}
 
+{{/* Pods of a worker group: those there are at first, and the least and most that Ray's autoscaler may make of them. */}}
+{{- define "dspark.sizes" -}}
+{{- $pods := hasKey . "replicas" | ternary (get . "replicas") 1 | int -}}
+pods: {{ $pods }}
+least: {{ hasKey . "minReplicas" | ternary (get . "minReplicas") $pods | int }}
+most: {{ max 1 $pods (get . "maxReplicas" | default 1 | int) }}
+{{- end -}}
+
+{{/* Pods that a worker group may come to have; without Ray's autoscaler maxReplicas is a number that nobody reads. Takes root, group. */}}
+{{- define "dspark.most" -}}
+{{- $sizes := include "dspark.sizes" .group | fromYaml -}}
+{{- ternary $sizes.most $sizes.pods .root.Values.autoscaling.enabled | int -}}
+{{- end -}}
+
 {{/* Devices of all worker pods together, when all are there. */}}
 {{- define "dspark.gpus" -}}
 {{- $total := 0 -}}
-{{- range $name, $group := .Values.workerGroups }}{{ if $group }}{{ $total = add $total (mul ($group.gpus | default 0 | int) (max ($group.maxReplicas | default 1 | int) ($group.replicas | default 1 | int))) }}{{ end }}{{ end -}}
+{{- range $name, $group := .Values.workerGroups }}{{ if not (kindIs "invalid" $group) }}{{ $total = add $total (mul ($group.gpus | default 0 | int) (include "dspark.most" (dict "root" $ "group" $group) | int)) }}{{ end }}{{ end -}}
 {{- $total -}}
+{{- end -}}
+
+{{/* Devices of the pod that has most. */}}
+{{- define "dspark.gpusOfPod" -}}
+{{- $most := 0 -}}
+{{- range $name, $group := .Values.workerGroups }}{{ if not (kindIs "invalid" $group) }}{{ $most = max $most ($group.gpus | default 0 | int) }}{{ end }}{{ end -}}
+{{- $most -}}
 {{- end -}}
 
 {{/* The settings tree as the server gets it. GPUs are shared out evenly among engine groups. Placement and GPU shares are decided here: Serve may build the application before any
@@ -86,9 +107,16 @@ worker has joined, when Ray still counts no devices. */}}
 {{- if eq $gpus 0 }}{{ $share = 0.0 }}{{ end -}}
 {{- $resources := get $settings "resources" | default dict -}}
 {{- range $key := list "verifier_gpus" "drafter_gpus" -}}
-{{- if not (hasKey $resources $key) }}{{ $_ := set $resources $key $share }}{{ end -}}
-{{- if gt (mulf (get $resources $key) $groups) (float64 $total) }}{{ fail (printf "settings.resources.%s is %v for each of %d engine groups and the worker groups have %d GPUs; set workerGroups.NAME.gpus" $key (get $resources $key) $groups $total) }}{{ end -}}
+{{- if or (not (hasKey $resources $key)) (kindIs "invalid" (get $resources $key)) }}{{ $_ := set $resources $key $share }}{{ end -}}
+{{- $given := get $resources $key | float64 -}}
+{{- if and (gt $given 1.0) (ne $given (floor $given)) }}{{ fail (printf "settings.resources.%s is %v; above 1 Ray takes whole devices only" $key $given) }}{{ end -}}
+{{- if or (eq $placement "split") (eq $key "verifier_gpus") -}}
+{{- if gt (mulf $given $groups) (float64 $total) }}{{ fail (printf "settings.resources.%s is %v for each of %d engine groups and the worker groups have %d GPUs; set workerGroups.NAME.gpus" $key $given $groups $total) }}{{ end -}}
+{{- if gt $given (include "dspark.gpusOfPod" $ | float64) }}{{ fail (printf "settings.resources.%s is %v and no worker pod has so many GPUs; set workerGroups.NAME.gpus" $key $given) }}{{ end -}}
 {{- end -}}
+{{- end -}}
+{{- $both := addf (get $resources "verifier_gpus") (get $resources "drafter_gpus") -}}
+{{- if and (eq $placement "split") (gt (mulf $both $groups) (addf $total 0.001)) }}{{ fail (printf "settings.resources: verifier_gpus and drafter_gpus are %v together for each of %d engine groups and the worker groups have %d GPUs; state both, or set workerGroups.NAME.gpus" $both $groups $total) }}{{ end -}}
 {{- $_ := set $settings "resources" $resources -}}
 {{- toPrettyJson $settings -}}
 {{- end -}}

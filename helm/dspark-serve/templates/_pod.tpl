@@ -11,7 +11,7 @@ metadata:
   annotations: {{- toYaml . | nindent 4 }}
   {{- end }}
 spec:
-  serviceAccountName: {{ include "dspark.serviceAccount" $root }}
+  serviceAccountName: {{ include "dspark.serviceAccount" $root | quote }}
   automountServiceAccountToken: {{ and (not $worker) $values.autoscaling.enabled }}
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ ternary (add $drain 60) 60 $worker }}
@@ -20,10 +20,10 @@ spec:
   imagePullSecrets: {{- toYaml . | nindent 4 }}
   {{- end }}
   {{- with $values.priorityClassName }}
-  priorityClassName: {{ . }}
+  priorityClassName: {{ . | quote }}
   {{- end }}
   {{- with get $spec "runtimeClassName" }}
-  runtimeClassName: {{ . }}
+  runtimeClassName: {{ . | quote }}
   {{- end }}
   {{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" }}
   {{- with get $spec $key }}
@@ -39,11 +39,11 @@ spec:
       securityContext: {{- toYaml $values.containerSecurityContext | nindent 8 }}
       env: [{name: HOME, value: /tmp}]
       {{- with get .fetch "secret" }}
-      envFrom: [{secretRef: {name: {{ . }}}}]
+      envFrom: [{secretRef: {name: {{ . | quote }}}}]
       {{- end }}
       volumeMounts:
         - {name: tmp, mountPath: /tmp}
-        - {name: model-{{ .name }}, mountPath: {{ .mountPath }}}
+        - {name: model-{{ .name }}, mountPath: {{ .mountPath | quote }}}
     {{- end }}{{ end }}
     {{- with $values.initContainers }}{{ toYaml . | nindent 4 }}{{ end }}
   {{- end }}
@@ -61,18 +61,7 @@ spec:
         - {name: client, containerPort: 10001}
         {{- end }}
       env:
-        - {name: HOME, value: /tmp}
-        - {name: HF_HOME, value: /cache/huggingface}
-        - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
-        - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "services.gateway.proxy_answers:middlewares"}
-        - {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: {{ $values.serveProxy.healthCheckPeriodSeconds | quote }}}
-        - {name: RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S, value: {{ $values.serveProxy.healthCheckTimeoutSeconds | quote }}}
-        - {name: RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S, value: {{ $values.serveProxy.readyCheckTimeoutSeconds | quote }}}
-        - {name: RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S, value: {{ include "dspark.proxyDraining" $root | quote }}}
-        {{- with $values.hfToken }}{{ if .existingSecret }}
-        - name: HF_TOKEN
-          valueFrom: {secretKeyRef: {name: {{ .existingSecret }}, key: {{ .key }}}}
-        {{- end }}{{ end }}
+        {{- include "dspark.environment" $root | nindent 8 }}
         {{- with $values.extraEnv }}{{ toYaml . | nindent 8 }}{{ end }}
       {{- $resources := deepCopy (get $spec "resources" | default dict) }}
       {{- if gt (get $spec "gpus" | default 0 | int) 0 }}
@@ -99,10 +88,10 @@ spec:
         {{- end }}
         {{- if $worker }}{{ range $values.modelVolumes }}
         - name: model-{{ .name }}
-          mountPath: {{ .mountPath }}
+          mountPath: {{ .mountPath | quote }}
           readOnly: true
           {{- with get . "subPath" }}
-          subPath: {{ . }}
+          subPath: {{ . | quote }}
           {{- end }}
         {{- end }}{{ end }}
         {{- with $values.extraVolumeMounts }}{{ toYaml . | nindent 8 }}{{ end }}
@@ -110,26 +99,49 @@ spec:
     - name: tmp
       emptyDir: {}
     - name: shared-memory
-      emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory }}}
+      emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory | quote }}}
     - name: cache
       {{- if and $worker $values.modelCache.enabled }}
-      persistentVolumeClaim: {claimName: {{ $values.modelCache.existingClaim | default (printf "%s-cache" (include "dspark.fullname" $root)) }}}
+      persistentVolumeClaim: {claimName: {{ $values.modelCache.existingClaim | default (printf "%s-cache" (include "dspark.fullname" $root)) | quote }}}
       {{- else }}
       emptyDir: {}
       {{- end }}
     {{- with $values.apiKeys }}{{ if .existingSecret }}
     - name: api-keys
-      secret: {secretName: {{ .existingSecret }}, defaultMode: 288, items: [{key: {{ .key }}, path: {{ .key }}}]}
+      secret: {secretName: {{ .existingSecret | quote }}, defaultMode: 288, items: [{key: {{ .key | quote }}, path: {{ .key | quote }}}]}
     {{- end }}{{ end }}
     {{- if $worker }}{{ range $values.modelVolumes }}
     - name: model-{{ .name }}
       {{- if get . "image" }}
       image: {reference: {{ .image | quote }}, pullPolicy: IfNotPresent}
       {{- else if get . "fetch" }}
-      emptyDir: {sizeLimit: {{ get .fetch "size" | default "100Gi" }}}
+      emptyDir: {sizeLimit: {{ get .fetch "size" | default "100Gi" | quote }}}
       {{- else }}
-      persistentVolumeClaim: {claimName: {{ required (printf "modelVolumes: %s needs a claim, an image or a fetch" .name) (get . "claim") }}, readOnly: true}
+      persistentVolumeClaim: {claimName: {{ required (printf "modelVolumes: %s needs a claim, an image or a fetch" .name) (get . "claim") | quote }}, readOnly: true}
       {{- end }}
     {{- end }}{{ end }}
     {{- with $values.extraVolumes }}{{ toYaml . | nindent 4 }}{{ end }}
+{{- end -}}
+
+{{/* Variables of Ray's containers, the same on all pods: Serve's proxies and replicas on different nodes have to agree. */}}
+{{- define "dspark.environment" -}}
+{{- $values := .Values -}}
+- {name: HOME, value: /tmp}
+- {name: HF_HOME, value: /cache/huggingface}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+- {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "services.gateway.proxy_answers:middlewares"}
+- {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: {{ $values.serveProxy.healthCheckPeriodSeconds | quote }}}
+- {name: RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S, value: {{ $values.serveProxy.healthCheckTimeoutSeconds | quote }}}
+- {name: RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S, value: {{ $values.serveProxy.readyCheckTimeoutSeconds | quote }}}
+- {name: RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S, value: {{ include "dspark.proxyDraining" . | quote }}}
+{{- if $values.serveProxy.haproxy }}
+- {name: RAY_SERVE_THROUGHPUT_OPTIMIZED, value: "1"}
+- {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
+- {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: {{ max 120 (include "dspark.drain" . | int) | quote }}}
+- {name: RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S, value: "5"}
+{{- end }}
+{{- with $values.hfToken }}{{ if .existingSecret }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ .existingSecret | quote }}, key: {{ .key | quote }}}}
+{{- end }}{{ end }}
 {{- end -}}
