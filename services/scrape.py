@@ -33,6 +33,15 @@ class Scrape:
         """Of the first series that is not 0: what an info metric says; empty where none is."""
         return next((dict(have).get(label, "") for have, n in self.series.get(name, {}).items() if n), "")
 
+    def where(self, label: str, value: str) -> Scrape:
+        """Without the series that have another value of this label; those that do not have it at all are kept."""
+        return Scrape(
+            {
+                name: {labels: number for labels, number in each.items() if dict(labels).get(label, value) == value}
+                for name, each in self.series.items()
+            }
+        )
+
     def since(self, before: Scrape) -> Scrape:
         """What each series rose by. One that fell began anew, as when its process was replaced: all of it has risen since."""
         return Scrape(

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -135,6 +136,13 @@ class ResourceSettings(_Section):
     gateway_cpus: float = Field(default=0.25, ge=0)
     start_timeout_s: float = Field(default=1800.0, gt=0)
 
+    @field_validator("verifier_gpus", "drafter_gpus")
+    @classmethod
+    def _of_one_or_whole(cls, gpus: float | None) -> float | None:
+        if gpus is not None and gpus > 1 and gpus != int(gpus):
+            raise ValueError("above 1 Ray takes whole devices only; use a fraction of one, or a whole number")
+        return gpus
+
 
 class SpeculationSettings(_Section):
     """What requests may say about their own drafts. modes: rules they may choose, of auto, algorithm1, fixed, threshold and
@@ -223,6 +231,19 @@ class TracingSettings(_Section):
     endpoint: str = Field(default="", pattern="^(https?://.+)?$")
     protocol: Literal["http/protobuf", "grpc"] = "http/protobuf"
     ratio: float = Field(default=1.0, ge=0, le=1)
+
+    @field_validator("endpoint")
+    @classmethod
+    def _leads_somewhere(cls, endpoint: str) -> str:
+        if endpoint:
+            try:
+                address = urlsplit(endpoint)
+                named = bool(address.hostname) and address.port != 0
+            except ValueError as error:
+                raise ValueError(f"{error}; use http://HOST:PORT or https://HOST:PORT") from None
+            if not named:
+                raise ValueError("no host or port is named; use http://HOST:PORT or https://HOST:PORT")
+        return endpoint
 
 
 class Settings(BaseSettings):

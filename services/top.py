@@ -150,13 +150,12 @@ def page(view: View) -> list[str]:
 def _requests(view: View) -> tuple[str, str]:
     now = view.now
     ended = view.rose.by("dspark_requests_total", "outcome")
-    bad = "".join(
-        f", {outcome} {view.of(n, 2)}{view.per_s}" for outcome, n in sorted(ended.items()) if n and outcome != "stop"
-    )
+    ways = ", ".join(f"{outcome} {view.of(n, 2)}{view.per_s}" for outcome, n in sorted(ended.items()) if n)
     running, waiting = now.value("dspark_requests_running"), now.value("dspark_requests_waiting")
     return (
         "requests",
-        f"{running:.0f} running, {waiting:.0f} waiting; {view.of(sum(ended.values()), 2)}{view.per_s} ended{bad}",
+        f"{running:.0f} running, {waiting:.0f} waiting; {view.of(sum(ended.values()), 2)}{view.per_s} ended"
+        + (f" ({ways})" if ways else ""),
     )
 
 

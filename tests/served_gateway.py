@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -20,12 +21,18 @@ from services.gateway.config import GatewayConfig
 
 class ServedGateway:
     """`with ServedGateway(scheduler) as gateway:`; `gateway.stats` is what its engine says of itself, None that it is lost.
-    port: to come back where another one was."""
+    port: to come back where another one was. others: further engine groups by name."""
 
-    def __init__(self, scheduler: Any, config: GatewayConfig | None = None, port: int = 0) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        config: GatewayConfig | None = None,
+        port: int = 0,
+        others: Mapping[str, Any] | None = None,
+    ) -> None:
         self.stats: SchedulerStats | None = SchedulerStats(verifier_alive=True, drafter_alive=True, draft_width=7)
         scheduler.snapshot = self._snapshot
-        self._scheduler, self._config = scheduler, config or GatewayConfig()
+        self._scheduler, self._config, self._others = scheduler, config or GatewayConfig(), others or {}
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind(("127.0.0.1", port))
@@ -38,7 +45,7 @@ class ServedGateway:
         return self.stats
 
     def __enter__(self) -> ServedGateway:
-        app = create_app(self._scheduler, self._config)
+        app = create_app({"0": self._scheduler, **self._others}, self._config)
         self._server = uvicorn.Server(uvicorn.Config(app, log_config=None))
         serving = self._server.serve(sockets=[self._socket])
         self._thread = threading.Thread(target=lambda: asyncio.run(serving), daemon=True)

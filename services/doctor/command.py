@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from scheduler.errors import SettingsError
 from services.doctor import machine
 from services.doctor.findings import Finding, as_json, as_lines, found, status_of, summary
 from services.settings import Settings
@@ -19,6 +20,8 @@ def add_doctor(command: argparse.ArgumentParser, settings_of: Callable[[argparse
 
 
 def run(args: argparse.Namespace, settings_of: Callable[[argparse.Namespace], Settings]) -> int:
+    if args.url is not None and not args.url.strip():
+        raise SettingsError("--url is empty; give the server's address, or leave it away to check this machine")
     findings = []
     checks = check_server(args.url, args.key) if args.url else check_machine(lambda: settings_of(args))
     for finding in checks:

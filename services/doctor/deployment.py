@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 
 import httpx
 
@@ -22,36 +23,50 @@ _LEAST_LENGTH, _MOST_OFF = 1.1, 0.1
 def check_deployment(url: str, key: str = "") -> Iterator[Finding]:
     """One finding per check; stops early where what follows could not be asked."""
     base = url.rstrip("/").removesuffix("/v1")
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    with httpx.Client(base_url=base, headers=headers, timeout=_TIMEOUT_S) as client:
-        reached = _reach(client, base)
-        yield reached
-        if reached.state == "fail":
-            return
-        yield _ready(client)
-        yield _models(client)
-        page = client.get("/metrics")
-        if page.status_code != 200:
-            yield warn("metrics", f"/metrics answers {page.status_code}", "give --key one of the scope `metrics`")
-            return
-    yield from _metrics(parse_page(page.text))
-
-
-def _reach(client: httpx.Client, base: str) -> Finding:
     try:
-        answer = client.get("/health")
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        with httpx.Client(base_url=base, headers=headers, timeout=_TIMEOUT_S) as client:
+            page = yield from _asked(client, base)
+    except UnicodeEncodeError:
+        yield fail(
+            "reach", "--key has characters that no header can carry", "give the key as it stands in the key file"
+        )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return fail("reach", f"{base} does not answer: {error}", "start the server, or correct --url")
+        said = str(error) or type(error).__name__
+        yield fail("reach", f"{base} does not answer: {said}", "start the server, or correct --url")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        yield fail("reach", f"{base} answers as no DSpark server does", "correct --url")
+    else:
+        if page is not None:
+            yield from _metrics(page)
+
+
+def _asked(client: httpx.Client, base: str) -> Generator[Finding, None, Scrape | None]:
+    """Its metrics, where they can be had. What another server answers raises whatever reading it raises."""
+    answer = client.get("/health")
     if answer.status_code != 200 or "alive" not in answer.text:
-        return fail("reach", f"{base}/health answers {answer.status_code}: no DSpark server", "correct --url")
-    return ok("reach", f"{base} answers")
+        yield fail("reach", f"{base}/health answers {answer.status_code}: no DSpark server", "correct --url")
+        return None
+    ready, models, metrics = _ready(client), _models(client), client.get("/metrics")
+    page = parse_page(metrics.text) if metrics.status_code == 200 else None
+    if page is not None and "dspark_scheduler_up" not in page.series:
+        raise ValueError("no metric of ours")
+    yield ok("reach", f"{base} answers")
+    yield ready
+    yield models
+    if page is None:
+        locked = metrics.status_code in (401, 403)
+        todo = "give --key one of the scope `metrics`" if locked else "wait until it is ready; docs/runbooks/absent.md"
+        yield warn("metrics", f"/metrics answers {metrics.status_code}", todo)
+    return page
 
 
 def _ready(client: httpx.Client) -> Finding:
     answer = client.get("/ready")
     if answer.status_code != 200:
-        reason = answer.json().get("reason", answer.status_code)
-        return fail("ready", str(reason), "wait while it loads; else read the scheduler's log lines")
+        told = answer.json()
+        reason = told.get("reason") or told["error"]["message"]
+        return fail("ready", reason, "wait while it loads; else read the scheduler's log lines")
     return ok("ready", "serves")
 
 
@@ -66,6 +81,15 @@ def _models(client: httpx.Client) -> Finding:
 
 
 def _metrics(page: Scrape) -> Iterator[Finding]:
+    """Of each engine group by itself: a sum or a mean over groups hides the one that is not well."""
+    groups = sorted(page.by("dspark_scheduler_up", "group"))
+    for group in groups:
+        for each in _engine(page.where("group", group)):
+            yield each if len(groups) == 1 else replace(each, said=f"group {group}: {each.said}")
+    yield _failures(page)
+
+
+def _engine(page: Scrape) -> Iterator[Finding]:
     if page.value("dspark_scheduler_up") != 1:
         yield fail(
             "scheduler",
@@ -74,7 +98,7 @@ def _metrics(page: Scrape) -> Iterator[Finding]:
         )
         return
     checks: tuple[Callable[[Scrape], Finding], ...] = (
-        _workers, _progress, _queue, _memory, _curve, _acceptance, _calibration, _failures,
+        _workers, _progress, _queue, _memory, _curve, _acceptance, _calibration,
     )  # fmt: skip
     for check in checks:
         yield check(page)

@@ -287,3 +287,10 @@ def test_the_schedulers_timeouts_reach_it(key, monkeypatch):
         monkeypatch.setenv(f"DSPARK_SCHEDULER__{key.upper()}", wrong)
         with pytest.raises(SettingsError, match=f"scheduler.{key}"):
             load_settings()
+
+
+@pytest.mark.parametrize("name", ["verifier_gpus", "drafter_gpus"])
+def test_a_share_of_gpus_is_of_one_or_whole(name):
+    assert getattr(load_settings(args={"resources": {name: 2.0}}).resources, name) == 2
+    with pytest.raises(SettingsError, match=rf"^resources\.{name}: above 1 Ray takes whole devices only"):
+        load_settings(args={"resources": {name: 1.5}})

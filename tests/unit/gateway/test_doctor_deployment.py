@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from scheduler.drift import DriftRow
+from scheduler.errors import SchedulerLost
 from scheduler.stats import SchedulerStats
 from services.cli import main
 from services.doctor.deployment import check_deployment
@@ -188,30 +190,87 @@ def test_a_server_with_keys_asks_for_them(bench, make_script):
         assert findings["metrics"].state == "warn" and "metrics" in findings["metrics"].todo
 
 
-@pytest.fixture
-def stranger() -> Iterator[str]:
-    """A server that is not ours."""
+@contextmanager
+def other_server(answer: Callable[[str], tuple[int, bytes]]) -> Iterator[str]:
+    """A server that is not ours: path -> status and body. Body b"" breaks the connection."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(404)
-            self.end_headers()
+            status, text = answer(self.path)
+            if text:
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(text)
 
         def log_message(self, *_: object) -> None:
             return
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
     Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
-def test_nobody_and_somebody_else_are_told_apart(stranger: str, capsys):
+STRANGERS = {
+    "nothing": lambda path: (404, b"no"),
+    "a page": lambda path: (200, b"<html>alive</html>"),
+    "json": lambda path: (200, b'{"status": "alive"}'),
+    "a list": lambda path: (200, b'["alive"]'),
+    "bytes": lambda path: (200, b"alive" + bytes(range(256))),
+    "errors": lambda path: (200 if path == "/health" else 500, b"alive"),
+    "other metrics": lambda path: (200, b"up 1" if path == "/metrics" else b'{"status": "alive", "data": []}'),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_whatever_another_server_answers_is_one_failure_and_status_1(kind, capsys):
+    with other_server(STRANGERS[kind]) as url:
+        assert main(["doctor", "--url", url]) == 1
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("fail  reach") and "DSpark server" in first and first.endswith("-> correct --url")
+    assert last == "0 ok, 0 warn, 1 fail"
+
+
+def test_a_server_that_goes_while_it_is_asked_is_one_failure():
+    with other_server(lambda path: (200, b'{"status": "alive"}' if path == "/health" else b"")) as url:
+        findings = found(url)
+    assert list(findings) == ["reach"] and "does not answer" in findings["reach"].said
+
+
+def test_an_empty_address_is_not_taken_for_this_machine_and_a_key_no_header_carries_is_said(gateway, capsys):
+    assert main(["doctor", "--url", ""]) == 2
+    assert "--url is empty" in capsys.readouterr().err
+    assert "--key has characters" in found(gateway.url, "schlüssel☃")["reach"].said
+
+
+def test_each_engine_group_is_looked_at_by_itself(bench, make_script):
+    """A sum over groups says of two that are well that there is no scheduler, and hides one that is not."""
+    script = make_script(bench.rounds("Hello"))
+    others = {name: bench.scheduler(script) for name in ("1", "2")}
+    told: dict[str, SchedulerStats] = {"1": WELL, "2": WELL}
+    for name, scheduler in others.items():
+
+        async def snapshot(name: str = name) -> SchedulerStats:
+            if name not in told:
+                raise SchedulerLost("it is gone")
+            return told[name]
+
+        scheduler.snapshot = snapshot
+    with ServedGateway(bench.scheduler(script), others=others) as several:
+        several.stats = WELL
+        assert {each.state for each in check_deployment(several.url)} == {"ok"}
+        told["1"] = replace(WELL, verify_cost_factor=2.5, num_waiting=9)
+        del told["2"]
+        unwell = [each for each in check_deployment(several.url) if each.state != "ok"]
+    said = {(each.check, each.said.partition(":")[0]) for each in unwell}
+    assert said == {("queue", "group 1"), ("curve", "group 1"), ("scheduler", "group 2")}
+
+
+def test_nobody_and_somebody_else_are_told_apart():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         nobody = found(f"http://127.0.0.1:{closed.getsockname()[1]}")
     assert list(nobody) == ["reach"] and nobody["reach"].state == "fail" and "does not answer" in nobody["reach"].said
-    assert "no DSpark server" in found(stranger)["reach"].said
-    assert main(["doctor", "--url", stranger]) == 1
-    assert capsys.readouterr().out.startswith("fail  reach")

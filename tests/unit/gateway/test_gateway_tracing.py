@@ -159,6 +159,10 @@ def test_the_standard_variables_stand_in_for_the_settings(monkeypatch):
     ("args", "variable", "message"),
     [
         ({"endpoint": "collector:4318"}, None, r"^tracing\.endpoint: .*from application args"),
+        ({"endpoint": "http://collector:99999"}, None, r"^tracing\.endpoint: .*[Pp]ort out of range"),
+        ({"endpoint": "http://collector:0"}, None, r"^tracing\.endpoint: .*no host or port"),
+        ({"endpoint": "http://[::1"}, None, r"^tracing\.endpoint: .*IPv6"),
+        ({"endpoint": "http:///v1/traces"}, None, r"^tracing\.endpoint: .*no host"),
         ({"ratio": 1.5}, None, r"^tracing\.ratio: "),
         ({}, "collector", r"^tracing\.endpoint: .*from environment variable OTEL_EXPORTER_OTLP_ENDPOINT"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
@@ -126,7 +127,12 @@ def test_requests_through_the_gateway_are_in_it(gateway, body):
 
     with httpx.Client() as client:
         watch(client, gateway.url, 1.0, 1, out, ask)
-    assert "rejected" in out.getvalue() and "first token -" not in out.getvalue()
+    (row,) = [line for line in out.getvalue().splitlines() if line.startswith("requests")]
+    told = re.search(r"; ([\d.]+)/s ended \(rejected ([\d.]+)/s, stop ([\d.]+)/s\)$", row)
+    assert told, row
+    ended, *ways = map(float, told.groups())
+    assert ended == pytest.approx(sum(ways), abs=0.02) and min(ways) > 0, "it is the sum of what stands in brackets"
+    assert "first token -" not in out.getvalue()
 
 
 def test_a_server_that_goes_away_is_waited_for_and_found_again(bench, make_script):
