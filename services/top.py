@@ -6,6 +6,7 @@ Reads its /metrics like anybody else; rates are what counters rose by between tw
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from scheduler.errors import Failed, SettingsError
 from services.scrape import Scrape, parse_page
 
 _TIMEOUT_S = 5.0
+_LONGEST_S = 86400.0
 _SIGNS_OF_WORK = ("dspark_steps_total", "dspark_requests_total")
 _VERBS = ("draft", "plan", "verify", "apply")
 _HOME, _LINE_END, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
@@ -60,8 +62,10 @@ def add_top(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if not args.interval > 0:
-        raise SettingsError(f"--interval is {args.interval:g} and must be above 0")
+    if not 0 < args.interval <= _LONGEST_S:
+        raise SettingsError(f"--interval is {args.interval:g} and must be above 0, and at most {_LONGEST_S:g} seconds")
+    if not args.key.isascii():
+        raise SettingsError("--key has characters that no header can carry; give the key as it stands in the key file")
     if args.count < 0:
         raise SettingsError(f"--count is {args.count} and must be 0 or more")
     try:
@@ -75,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
             )
     except KeyboardInterrupt:
         pass  # how one leaves it
+    except BrokenPipeError:
+        # how `head` leaves it; what is still in the buffer must not be tried again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -166,8 +166,11 @@ def test_no_server_and_another_server_are_one_clear_line(capsys):
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
         assert main(["top", "--once", "--url", url]) == 1
     assert capsys.readouterr().err.startswith(f"dspark: no server answers at {url} (")
-    assert main(["top", "--once", "--interval", "0"]) == 2
-    assert "--interval" in capsys.readouterr().err
+    for wrong in ("0", "-1", "nan", "inf", "1e9"):
+        assert main(["top", "--once", "--interval", wrong]) == 2
+        assert "--interval" in capsys.readouterr().err
+    assert main(["top", "--once", "--key", "schlüssel"]) == 2
+    assert "--key" in capsys.readouterr().err
 
 
 def test_what_is_no_page_of_ours_is_refused(gateway):
@@ -191,6 +194,14 @@ def test_a_pipe_gets_blocks_and_a_terminal_is_written_over(gateway):
         finally:
             live.kill()
     os.close(ours)
+
+
+def test_a_reader_that_has_enough_ends_it_without_a_word(gateway):
+    command = f"{sys.executable} -m services.cli top --url {gateway.url} --interval 0.05 --count 40"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} | head -1"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and done.stderr == "" and done.stdout.startswith(gateway.url)
 
 
 def test_a_page_of_metrics_is_read_back_with_its_labels():
