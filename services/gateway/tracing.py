@@ -36,6 +36,11 @@ _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completi
 _QUEUE_SPANS, _BATCH_SPANS = 8192, 512
 _DELAY_MS, _EXPORT_S = 1000, 5.0
 _STOP_S = 2.0
+_TALKATIVE = (
+    "opentelemetry.sdk._shared_internal",
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    "opentelemetry.exporter.otlp.proto.grpc.exporter",
+)
 _GATEWAY_ERROR = 500
 
 Attributes = dict[str, Any]
@@ -59,8 +64,9 @@ def open_provider(config: TracingConfig, *, engine: str = "") -> TracerProvider:
             schedule_delay_millis=_DELAY_MS,
         )
     )
-    # It says that its queue is full for every span that it drops.
-    logging.getLogger("opentelemetry.sdk._shared_internal").addFilter(_Seldom(60.0))
+    # These say of every span that it was dropped, and of every try that it failed.
+    for name in _TALKATIVE:
+        logging.getLogger(name).addFilter(_Seldom(60.0))
     return provider
 
 

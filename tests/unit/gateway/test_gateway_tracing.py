@@ -99,6 +99,21 @@ async def test_spans_beyond_the_queue_are_dropped_and_said_once(bench, make_scri
     assert len(said) == 1
 
 
+def test_a_receiver_that_is_away_is_said_once_and_not_for_every_try(caplog, monkeypatch):
+    from services.gateway import tracing
+
+    for name in tracing._TALKATIVE:
+        monkeypatch.setattr(logging.getLogger(name), "filters", [])  # an earlier gateway's, which has just said it
+    with OtlpReceiver("fails") as bad, caplog.at_level(logging.WARNING):
+        provider = tracing.open_provider(TracingConfig(bad.endpoint))
+        for _ in range(3):
+            provider.get_tracer("t").start_span("s").end()
+            provider.force_flush(1000)
+        tracing.close_provider(provider)
+    said = [record.msg for record in caplog.records if "otlp" in record.name]
+    assert bad.num_requests >= 3 and said and len(said) == len(set(said)), said
+
+
 def test_a_stop_waits_for_a_receiver_no_longer_than_its_bound():
     from services.gateway.tracing import close_provider, open_provider
 
