@@ -21,6 +21,7 @@ from services.gateway.auth import ApiKey, AuthConfig, KeyScope, digest_of
 from services.gateway.limits import Limits
 
 _SHORTEST_KEY = 16
+_MOST = 2**31 - 1
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
@@ -36,8 +37,8 @@ class KeySettings(_Part):
     key: SecretStr
     scopes: tuple[KeyScope, ...] = ("api",)
     enabled: bool = True
-    requests_per_minute: int | None = Field(default=None, ge=0)
-    max_live: int | None = Field(default=None, ge=0)
+    requests_per_minute: int | None = Field(default=None, ge=0, le=_MOST)
+    max_live: int | None = Field(default=None, ge=0, le=_MOST)
 
     @field_validator("key")
     @classmethod
@@ -74,8 +75,8 @@ class LimitSettings(_Part):
     """Of each key at each gateway replica; without keys, of all requests together. requests_per_minute: begun within any 60
     seconds. max_live: at a time. 0 is no limit."""
 
-    requests_per_minute: int = Field(default=0, ge=0)
-    max_live: int = Field(default=0, ge=0)
+    requests_per_minute: int = Field(default=0, ge=0, le=_MOST)
+    max_live: int = Field(default=0, ge=0, le=_MOST)
 
     def limits(self, key: KeySettings | None = None) -> Limits:
         own = (key.requests_per_minute, key.max_live) if key is not None else (None, None)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
@@ -37,6 +36,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.request_trace import TracingConfig
 from services.gateway.speculation import RULES, SpeculationPolicy
 from services.logs import LogConfig
+from services.settings_file import read_file
 from verifier.config import VerifierConfig
 
 PREFIX, DELIMITER = "DSPARK_", "__"
@@ -50,6 +50,11 @@ DEMO_NAME = "smollm2-135m-instruct"
 
 # What Kubernetes puts into every pod beside a Service whose name begins with "dspark".
 _SERVICE_LINK = re.compile(r"DSPARK_(\w+_)?(SERVICE_(HOST|PORT)|PORT)(_\w+)?")
+
+# What fits the integers of block tables, more processes than any cluster has, and what a timer can wait (30 years).
+_MOST, _MOST_COPIES, _LONGEST_S = 2**31 - 1, 1000, 1e9
+# Control characters, line ends and lone surrogates.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 class _Section(BaseModel):
@@ -65,7 +70,7 @@ class ModelSettings(_Section):
     name: str = ""
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
     device: str = "auto"
-    max_model_len: int = Field(default=0, ge=0)
+    max_model_len: int = Field(default=0, ge=0, le=_MOST)
     chat_template: str = ""
 
 
@@ -74,8 +79,8 @@ class DrafterSettings(_Section):
     candidates: size of the sparse proposal; 0 is the whole vocabulary. max_width 0 is the checkpoint's own γ."""
 
     checkpoint: str = "auto"
-    candidates: int = Field(default=64, ge=0)
-    max_width: int = Field(default=0, ge=0)
+    candidates: int = Field(default=64, ge=0, le=_MOST)
+    max_width: int = Field(default=0, ge=0, le=_MOST)
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
     device: str = "auto"
 
@@ -84,19 +89,19 @@ class SchedulerSettings(_Section):
     """See scheduler.config.SchedulerConfig."""
 
     planner: str = "auto"
-    max_live: int = Field(default=64, ge=1)
-    max_waiting: int = Field(default=256, ge=0)
-    prefill_chunk: int = Field(default=256, ge=1)
-    longest_step_s: float = Field(default=0.0, ge=0)
+    max_live: int = Field(default=64, ge=1, le=_MOST)
+    max_waiting: int = Field(default=256, ge=0, le=_MOST)
+    prefill_chunk: int = Field(default=256, ge=1, le=_MOST)
+    longest_step_s: float = Field(default=0.0, ge=0, le=_LONGEST_S)
     pipeline_depth: int = Field(default=2, ge=1, le=2)
     prefix_cache: bool = True
     priority_aging_s: float = Field(default=30.0, ge=0, le=1e6)
-    max_wait_s: float = Field(default=0.0, ge=0)
-    default_timeout_s: float = Field(default=600.0, ge=0)
+    max_wait_s: float = Field(default=0.0, ge=0, le=_LONGEST_S)
+    default_timeout_s: float = Field(default=600.0, ge=0, le=_LONGEST_S)
     check_integrity: bool = False
-    worker_timeout_s: float = Field(default=60.0, ge=1)
-    recover_timeout_s: float = Field(default=120.0, ge=0)
-    stall_timeout_s: float = Field(default=300.0, ge=1)
+    worker_timeout_s: float = Field(default=60.0, ge=1, le=_LONGEST_S)
+    recover_timeout_s: float = Field(default=120.0, ge=0, le=_LONGEST_S)
+    stall_timeout_s: float = Field(default=300.0, ge=1, le=_LONGEST_S)
 
     @field_validator("planner", mode="before")
     @classmethod
@@ -116,9 +121,9 @@ class SchedulerSettings(_Section):
 class KvSettings(_Section):
     """num_blocks 0 derives it from cache_bytes, and that from the context length times max_live."""
 
-    block_size: int = Field(default=16, ge=1)
-    num_blocks: int = Field(default=0, ge=0)
-    cache_bytes: int = Field(default=0, ge=0)
+    block_size: int = Field(default=16, ge=1, le=_MOST)
+    num_blocks: int = Field(default=0, ge=0, le=_MOST)
+    cache_bytes: int = Field(default=0, ge=0, le=2**60)
 
 
 class ResourceSettings(_Section):
@@ -128,13 +133,13 @@ class ResourceSettings(_Section):
     start_timeout_s: how long a worker's process may take to load.
     """
 
-    verifier_gpus: float | None = Field(default=None, ge=0)
-    drafter_gpus: float | None = Field(default=None, ge=0)
-    verifier_cpus: float = Field(default=0.5, ge=0)
-    drafter_cpus: float = Field(default=0.5, ge=0)
-    scheduler_cpus: float = Field(default=0.25, ge=0)
-    gateway_cpus: float = Field(default=0.25, ge=0)
-    start_timeout_s: float = Field(default=1800.0, gt=0)
+    verifier_gpus: float | None = Field(default=None, ge=0, le=_MOST_COPIES)
+    drafter_gpus: float | None = Field(default=None, ge=0, le=_MOST_COPIES)
+    verifier_cpus: float = Field(default=0.5, ge=0, le=_MOST_COPIES)
+    drafter_cpus: float = Field(default=0.5, ge=0, le=_MOST_COPIES)
+    scheduler_cpus: float = Field(default=0.25, ge=0, le=_MOST_COPIES)
+    gateway_cpus: float = Field(default=0.25, ge=0, le=_MOST_COPIES)
+    start_timeout_s: float = Field(default=1800.0, gt=0, le=_LONGEST_S)
 
     @field_validator("verifier_gpus", "drafter_gpus")
     @classmethod
@@ -149,7 +154,7 @@ class SpeculationSettings(_Section):
     off; an empty list lets scheduler.planner hold for all. max_draft_tokens: the most they may ask for; 0 is no bound."""
 
     modes: Annotated[tuple[str, ...], NoDecode] = RULES
-    max_draft_tokens: int = Field(default=0, ge=0)
+    max_draft_tokens: int = Field(default=0, ge=0, le=_MOST)
 
     @field_validator("modes", mode="before")
     @classmethod
@@ -176,19 +181,19 @@ class GatewaySettings(_Section):
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
-    replicas: int = Field(default=1, ge=1)
-    max_ongoing_requests: int = Field(default=1024, ge=1)
+    replicas: int = Field(default=1, ge=1, le=_MOST_COPIES)
+    max_ongoing_requests: int = Field(default=1024, ge=1, le=_MOST)
     drain_s: float = Field(default=120.0, ge=0, le=1e6)
-    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
-    keepalive_s: float = Field(default=10.0, gt=0)
-    connect_timeout_s: float = Field(default=30.0, gt=0)
-    call_timeout_s: float = Field(default=5.0, gt=0)
-    idle_s: float = Field(default=10.0, gt=0)
+    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, le=2**40)
+    keepalive_s: float = Field(default=10.0, gt=0, le=_LONGEST_S)
+    connect_timeout_s: float = Field(default=30.0, gt=0, le=_LONGEST_S)
+    call_timeout_s: float = Field(default=5.0, gt=0, le=_LONGEST_S)
+    idle_s: float = Field(default=10.0, gt=0, le=_LONGEST_S)
     speculation_metrics: Literal["off", "summary", "detailed"] = "summary"
     speculation: SpeculationSettings = SpeculationSettings()
     served_names: Annotated[tuple[str, ...], NoDecode] = ()
-    max_choices: int = Field(default=64, ge=1)
-    max_timeout_s: float = Field(default=3600.0, ge=0)
+    max_choices: int = Field(default=64, ge=1, le=_MOST)
+    max_timeout_s: float = Field(default=3600.0, ge=0, le=_LONGEST_S)
     tool_format: Literal["auto", "hermes", "llama3_json", "qwen3_coder", "pythonic", "mistral", "mistral_args"] = "auto"
     reasoning: Literal["auto", "think", "off"] = "auto"
     auth: AuthSettings = AuthSettings()
@@ -257,7 +262,7 @@ class Settings(BaseSettings):
     drafter: DrafterSettings = DrafterSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     kv: KvSettings = KvSettings()
-    groups: int = Field(default=1, ge=1)
+    groups: int = Field(default=1, ge=1, le=_MOST_COPIES)
     placement: Literal["auto", "split", "colocated"] = "auto"
     resources: ResourceSettings = ResourceSettings()
     gateway: GatewaySettings = GatewaySettings()
@@ -368,8 +373,16 @@ def listed(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("["):
-        return json.loads(value)
+        return _json(value)
     return [part.strip() for part in value.split(",") if part.strip()]
+
+
+def _json(text: str) -> Any:
+    """Raises ValueError."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def yaml_off(value: Any) -> Any:
@@ -411,39 +424,16 @@ def load_settings(
 ) -> Settings:
     """The settings in force. `args` stand in for a file (a Serve application's arguments)."""
     path = file or (os.environ.get(FILE_VARIABLE) or None if args is None else None)
-    base = dict(args or {}) if path is None else _read_file(Path(path))
+    base = dict(args or {}) if path is None else read_file(Path(path))
     base_name = str(path) if path is not None else "application args"
     _refuse_unknown_variables()
     sources = _Sources(_read_standard_variables(), base, base_name, _read_environment(), flags or {})
+    tree = sources.merged()
+    _refuse_unprintable(tree, sources)
     try:
-        return Settings.model_validate(sources.merged())
+        return Settings.model_validate(tree)
     except ValidationError as error:
         raise _settings_error(error, sources) from None
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML lets the last of two equal keys win, and a section that is written twice would lose its first half unnoticed."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-        for name in names:
-            if names.count(name) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {name!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
-    except OSError as error:
-        raise SettingsError(f"settings file {path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise SettingsError(f"settings file {path}: not valid YAML ({' '.join(str(error).split())})") from None
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise SettingsError(f"settings file {path}: must be a mapping of settings, not a {type(loaded).__name__}")
-    return {str(key): value for key, value in loaded.items()}
 
 
 def _read_environment() -> dict[str, Any]:
@@ -452,12 +442,47 @@ def _read_environment() -> dict[str, Any]:
     )
     try:
         return source()
-    except EnvParseError as error:
-        field = re.search(r'field "(\w+)"', str(error))
-        name = variable_name((field[1],)) if field else f"{PREFIX}*"
+    except (EnvParseError, RecursionError):
+        raise _unreadable_variable() from None
+
+
+def _unreadable_variable() -> SettingsError:
+    """Of the variables that must be JSON, the one that is not: pydantic-settings names the section above it at most."""
+    for name, text in sorted(os.environ.items()):
+        if (keys := _composite_variables().get(name.upper())) is None or not text:
+            continue
+        try:
+            _json(text)
+        except ValueError:
+            fix = f"set each key by itself, as in {name}{DELIMITER}KEY=value"
+            if not _is_section(keys):
+                fix = f"""write {name}='{{"NAME": "VALUE"}}'"""
+            return SettingsError(f"environment variable {name}: not valid JSON; {fix}")
+    return SettingsError(f"environment variables {PREFIX}*: one is not valid JSON; set each key by itself")
+
+
+def _composite_variables() -> dict[str, tuple[str, ...]]:
+    """Variables whose values are whole mappings."""
+    return {variable_name(keys): keys for keys in known_keys() if _is_section(keys) or keys[-1] == "keys"}
+
+
+def _is_section(keys: tuple[str, ...]) -> bool:
+    return any(len(other) > len(keys) and other[: len(keys)] == keys for other in known_keys())
+
+
+def _refuse_unprintable(value: Any, sources: _Sources, keys: tuple[str, ...] = ()) -> None:
+    """No name, path or address has control characters or halves of characters; far from here they are riddles."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            _refuse_unprintable(str(key), sources, (*keys, ascii(key)))
+            _refuse_unprintable(part, sources, (*keys, str(key)))
+    elif isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            _refuse_unprintable(part, sources, (*keys, str(index)))
+    elif isinstance(value, str) and (found := _UNPRINTABLE.search(value)):
         raise SettingsError(
-            f"environment variable {name}: not valid JSON; set each key by itself, as in {name}{DELIMITER}KEY=value"
-        ) from None
+            f"{'.'.join(keys)}: has the character {found[0]!a}, which must be taken out (from {sources.origin(keys)})"
+        )
 
 
 def _read_standard_variables() -> dict[str, Any]:

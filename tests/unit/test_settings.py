@@ -37,6 +37,18 @@ def write(tmp_path):
 LEAVES = [keys for keys in known_keys() if keys not in {other[:-1] for other in known_keys()}]
 
 
+def value_of(keys):
+    """What a setting is by default."""
+    value = Settings()
+    for key in keys:
+        value = getattr(value, key)
+    return value
+
+
+def is_number(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def misspell(name: str) -> str:
     return name[:-1] + "x" if len(name) > 3 else name + "x"
 
@@ -161,6 +173,73 @@ def test_files_that_are_nested_too_deep_or_grow_without_end_are_one_short_line(w
         with pytest.raises(SettingsError) as refusal:
             load_settings(write(text))
         assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 2000
+
+
+@pytest.mark.parametrize("bad", ["a\0b", "a\nb", "a\u2028b", "\ud800", "\x1b[31m"], ids=ascii)
+@pytest.mark.parametrize("keys", [k for k in LEAVES if isinstance(value_of(k), str)], ids=".".join)
+def test_a_text_with_a_control_character_or_half_a_character_is_refused_by_key_and_character(keys, bad):
+    with pytest.raises(SettingsError) as refusal:
+        load_settings(args=tree_of(keys, bad))
+    said = str(refusal.value)
+    assert (
+        said.startswith(f"{'.'.join(keys)}: has the character ") and "must be taken out" in said and said.isprintable()
+    )
+
+
+def test_a_list_and_a_key_are_texts_too():
+    with pytest.raises(SettingsError, match=r"gateway\.served_names\.1: has the character '\\x07'"):
+        load_settings(flags={"gateway": {"served_names": ["a", "b\a"]}})
+    with pytest.raises(SettingsError, match=r"^'a\\nb': has the character '\\n'"):
+        load_settings(args={"a\nb": 1})
+
+
+@pytest.mark.parametrize("keys", [k for k in LEAVES if k != ("seed",) and is_number(value_of(k))], ids=".".join)
+def test_a_number_that_no_machine_could_serve_is_refused_by_key(keys):
+    for most in (10**30, -(10**30)):
+        with pytest.raises(SettingsError) as refusal:
+            load_settings(args=tree_of(keys, most))
+        assert str(refusal.value).startswith(".".join(keys)) and "than" in str(refusal.value)
+
+
+def test_a_seed_may_be_any_integer():
+    assert load_settings(flags={"seed": 10**30}).seed == 10**30
+
+
+@pytest.mark.parametrize("text", ["12:30", "1:02:03", "0x1f90", "0b11", "1_000_000", "8000.5"])
+def test_a_number_of_a_file_is_what_it_looks_like_or_refused(write, text):
+    with pytest.raises(SettingsError, match=rf"gateway\.port: .*got '?{text}'?"):
+        load_settings(write(f"gateway: {{port: {text}}}\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("010", 10), ("1e3", 1000), ("1.5e+2", 150), ("90.", 90), (".5", 0.5), ("+7", 7)]
+)
+def test_numbers_of_a_file_are_decimal(write, text, seconds):
+    assert load_settings(write(f"gateway: {{drain_s: {text}}}\n")).gateway.drain_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fix"),
+    [
+        ("DSPARK_GATEWAY__AUTH__KEYS", "x", """write DSPARK_GATEWAY__AUTH__KEYS='{"NAME": "VALUE"}'"""),
+        ("DSPARK_GATEWAY__AUTH", "{bad", "set each key by itself, as in DSPARK_GATEWAY__AUTH__KEY=value"),
+        ("DSPARK_GATEWAY__LIMITS", "[" * 100_000, "set each key by itself, as in DSPARK_GATEWAY__LIMITS__KEY=value"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_a_variable_that_is_no_json_is_named_itself_and_not_its_section(monkeypatch, name, value, fix):
+    monkeypatch.setenv("DSPARK_GATEWAY__PORT", "9000")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError) as refusal:
+        load_settings()
+    assert str(refusal.value) == f"environment variable {name}: not valid JSON; {fix}"
+
+
+def test_a_list_that_is_nested_too_deep_is_one_line(monkeypatch):
+    monkeypatch.setenv("DSPARK_GATEWAY__SERVED_NAMES", "[" * 100_000)
+    with pytest.raises(SettingsError, match=r"^gateway\.served_names: nested too deep") as refusal:
+        load_settings()
+    assert "\n" not in str(refusal.value)
 
 
 def test_an_empty_name_of_the_settings_file_is_no_file(monkeypatch):
