@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -22,7 +22,7 @@ class _PlainYaml(yaml.SafeLoader):
 
     Numbers are decimal and as they look: YAML 1.1 reads 12:30 as 750 and 010 as 8."""
 
-    yaml_implicit_resolvers: ClassVar = {
+    yaml_implicit_resolvers = {  # noqa: RUF012 (as the class above it has it)
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBER_TAGS]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
