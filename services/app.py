@@ -11,10 +11,12 @@ replica owns, in its placement group, one device each. Import path of the builde
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import ray
 from ray import serve
 from ray.exceptions import ActorDiedError, RayError
 from ray.serve import Application
@@ -30,6 +32,7 @@ from services.engine import NO_DRAFTER, Engine, Workers
 from services.gateway.app import create_app
 from services.gateway.config import GatewayConfig
 from services.handles import RemoteScheduler
+from services.local_link import Door
 from services.model_card import ModelCard
 from services.settings import Settings, load_settings
 from services.split import launch_split
@@ -56,6 +59,19 @@ class PrefixScheduler:
         here = serve.get_replica_context()
         self._engine = Engine(settings, launch, tell=phase.teller(here.app_name, here.deployment))
         await self._engine.start()
+        self._node_id = ray.get_runtime_context().get_node_id()
+        self._door = await self._open_door()
+
+    async def _open_door(self) -> Door | None:
+        """For the gateways of this machine; None leaves them to Ray."""
+        door = Door(self._engine.refusal, self._engine.cancel)
+        try:
+            await door.open()
+        except OSError as error:
+            logger.warning("no link for gateways of this machine, theirs will be Ray's calls: %s", error)
+            await door.close()
+            return None
+        return door
 
     async def card(self) -> ModelCard:
         return await self._engine.card()
@@ -70,14 +86,30 @@ class PrefixScheduler:
     async def cancel(self, request_id: str) -> None:
         await self._engine.cancel(request_id)
 
-    async def subscribe(self, subscriber: str, gateway: Any) -> Any:
-        """`gateway`: the subscriber's actor. When its process is killed nobody closes this stream, so it is watched."""
+    async def subscribe(self, subscriber: str, gateway: Any, node_id: str) -> Any:
+        """Deltas, a list per step; or, to a gateway on this node, the path of the door they come through, and nothing more
+        until the subscription ends. `gateway`: the subscriber's actor. When its process is killed nobody closes this stream,
+        so it is watched; a door closes by itself."""
+        if self._door is not None and node_id == self._node_id:
+            yield self._door.path
+            await self._deliver(subscriber, self._door)
+            return
         watch = asyncio.create_task(self._end_with(gateway, subscriber))
         try:
             async for deltas in self._engine.subscribe(subscriber):
                 yield deltas
         finally:
             watch.cancel()
+
+    async def _deliver(self, subscriber: str, door: Door) -> None:
+        """Until the subscription ends or the gateway is gone; then its requests are cancelled."""
+        async with door.visit(subscriber) as visitor, contextlib.aclosing(self._engine.subscribe(subscriber)) as lists:
+            visitor.when_ended(lambda: self._engine.end_subscription(subscriber))
+            async for deltas in lists:
+                if visitor.ended.is_set():
+                    break
+                visitor.send(deltas)
+                await visitor.when_writable()
 
     async def _end_with(self, gateway: Any, subscriber: str) -> None:
         """Otherwise its requests would run on, and the stream would count as one that a drain has to wait for."""
@@ -105,6 +137,8 @@ class PrefixScheduler:
     async def __del__(self) -> None:
         await self._engine.drain(self._drain_s)
         await self._engine.stop()
+        if self._door is not None:
+            await self._door.close()
 
 
 class Gateway:

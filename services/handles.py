@@ -1,12 +1,16 @@
 """Ray handles dressed as ports: the gateway's scheduler, the scheduler's verifier and drafter. Translates Ray's errors into
 ours, bounds every call in time, and starts a dead worker anew.
 
+Between a gateway and a scheduler of one machine requests and deltas do not pass through Ray (services/local_link.py), all else
+does: what lives and what dies is Ray's.
+
 Captured features never pass through the scheduler: `verify` has two results, and the second is handed on as a reference.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -21,6 +25,7 @@ from scheduler.errors import DrafterLost, Failed, Overloaded, SchedulerLost, Ser
 from scheduler.ports import Features
 from scheduler.stats import SchedulerStats
 from scheduler.wire import Delta, Draft, DraftAsk, DrafterInfo, Grammar, Plan, Request, Verdict, VerifierInfo
+from services.local_link import Link
 from services.model_card import ModelCard
 from services.phase import told
 from services.submissions import Submissions
@@ -62,13 +67,17 @@ class RemoteScheduler:
         self._unary = handle
         self._streaming = handle.options(stream=True)
         self._submissions = Submissions(self._submit_all, self._cancel_late)
+        self._links: dict[str, Link] = {}
+        self._may_link = True
 
     async def card(self) -> ModelCard:
         return await self._call_or_phase("card")
 
     async def submit(self, request: Request) -> None:
         """One with a grammar goes alone: the others need not wait until that is compiled."""
-        if request.params.grammar is None:
+        if (link := self._links.get(request.subscriber)) is not None:
+            await link.submit(request)
+        elif request.params.grammar is None:
             await self._submissions.submit(request)
         else:
             await self._call("submit", request)
@@ -95,14 +104,37 @@ class RemoteScheduler:
         await self._call_or_phase("check_health")
 
     async def subscribe(self, subscriber: str) -> AsyncGenerator[list[Delta], None]:
-        response = _apart(self._streaming.subscribe, subscriber, ray.get_runtime_context().current_actor)
+        """The scheduler's first item may be where its link is; then nothing more comes this way while the link stands."""
+        here = ray.get_runtime_context()
+        node_id = here.get_node_id() if self._may_link else ""
+        response = _apart(self._streaming.subscribe, subscriber, here.current_actor, node_id)
         try:
-            async for deltas in response:
-                yield deltas
+            async for item in response:
+                if isinstance(item, str):
+                    async with contextlib.aclosing(self._linked(item, subscriber)) as lists:
+                        async for deltas in lists:
+                            yield deltas
+                else:
+                    yield item
         except Exception as error:
             raise _scheduler_error(error) from error
         finally:
             response.cancel()
+
+    async def _linked(self, path: str, subscriber: str) -> AsyncGenerator[list[Delta], None]:
+        """Where the machine is the same and its files are not, there is no next time."""
+        try:
+            link = self._links[subscriber] = await Link.connect(path, subscriber)
+        except OSError as error:
+            self._may_link = False
+            logger.warning("no link to the scheduler of this machine, so it is called by Ray: %s", error)
+            raise SchedulerLost("the scheduler cannot be reached this way") from error
+        try:
+            async for deltas in link.deltas():
+                yield deltas
+        finally:
+            del self._links[subscriber]
+            link.close()
 
     async def _call_or_phase(self, method: str) -> Any:
         """Serve lets a call wait while the replica starts; this says what it would wait for."""

@@ -106,7 +106,8 @@ class EngineClient:
 
     async def _bounded(self, call: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         try:
-            return await asyncio.wait_for(call, self._config.call_timeout_s if timeout_s is None else timeout_s)
+            async with asyncio.timeout(self._config.call_timeout_s if timeout_s is None else timeout_s):
+                return await call
         except TimeoutError:
             raise SchedulerLost("the scheduler does not answer: it starts, or the server shuts down") from None
 

@@ -16,6 +16,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -27,12 +28,15 @@ from ray.serve._private.logging_utils import get_serve_logs_dir
 
 from scheduler.actor import SchedulerActor
 from scheduler.config import SchedulerConfig
+from scheduler.errors import BadParams, SchedulerLost
 from scheduler.wire import Request, SamplingParams
 from services import phase
 from services.app import SCHEDULER, build
 from services.cluster import SERVE_ENVIRONMENT
 from services.engine import Engine, Workers
 from services.gateway.app import create_app
+from services.handles import RemoteScheduler
+from services.local_link import Link
 from services.settings import Settings, load_settings
 from services.split import launch_split
 from services.workers import launch_colocated
@@ -307,6 +311,57 @@ def test_a_client_that_drops_ends_its_own_request_and_no_other(served):
             time.sleep(0.03)
             others = [pool.submit(streamed, served, prompt, max_tokens=150) for prompt in PROMPTS]
         assert [other.result()[1][-1] for other in others] == ["[DONE]"] * len(PROMPTS)
+
+
+def test_a_gateway_without_a_link_to_the_scheduler_gets_its_deltas_and_refusals_by_ray(served):
+    """As on another machine. Here it is one that cannot reach the scheduler's folder: it is told so once."""
+    gateway = ray.remote(_gateway()).remote(SCHEDULER)
+    prompt, params = tuple(range(1, 30)), SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    linked = ray.get(gateway.ask.remote(Request("r1", prompt, params, subscriber="near")), timeout=60)
+    ray.get(gateway.lose_the_way.remote(), timeout=60)
+    by_ray = ray.get(gateway.ask.remote(Request("r2", prompt, params, subscriber="far")), timeout=60)
+    assert linked == (by_ray[0], True) and by_ray[1] is False and len(by_ray[0]) == NUM_TOKENS
+    with pytest.raises(BadParams, match="not in the vocabulary"):
+        ray.get(gateway.ask.remote(Request("r3", prompt, replace(params, stop_ids=(10_000,)), subscriber="far")))
+    ray.get(gateway.begin.remote(Request("r4", prompt, replace(params, max_tokens=400), subscriber="leaves")))
+    ray.kill(gateway)
+    until(lambda: metric(served, "dspark_requests_running") == metric(served, "dspark_kv_blocks_used") == 0)
+
+
+def _gateway() -> type:
+    """A class that Ray copies: its workers cannot import this module."""
+
+    class GatewayProcess:
+        def __init__(self, deployment: str) -> None:
+            self.scheduler = RemoteScheduler(serve.get_deployment_handle(deployment, "dspark"))
+
+        async def begin(self, request: Request) -> None:
+            self.stream = self.scheduler.subscribe(request.subscriber)
+            assert await anext(self.stream) == []
+            await self.scheduler.submit(request)
+
+        async def ask(self, request: Request) -> tuple[list[int], bool]:
+            """The answer, and whether it came by a link."""
+            await self.begin(request)
+            ids, ended = [], False
+            while not ended:
+                for delta in await anext(self.stream):
+                    ids += delta.token_ids
+                    ended = delta.finish_reason is not None
+            is_linked = bool(self.scheduler._links)
+            await self.stream.aclose()
+            return ids, is_linked
+
+        async def lose_the_way(self) -> None:
+            async def connect(path: str, subscriber: str) -> None:
+                raise FileNotFoundError(path)
+
+            Link.connect = connect
+            with contextlib.suppress(SchedulerLost):
+                await anext(self.scheduler.subscribe("lost"))
+                raise AssertionError
+
+    return GatewayProcess
 
 
 def test_torch_is_where_something_computes_and_nowhere_else(served):
