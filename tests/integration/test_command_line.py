@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import pytest
 
 from services.cli import main
 from tests.integration.character_tokenizer import save_tokenizer
+from tests.running_command import Server, free_port
 
 CHAT = "/v1/chat/completions"
 
@@ -48,12 +48,6 @@ def folder(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def flags(folder: Path, golden: Path) -> list[str]:
     drafter = str(golden / "dspark_vanilla")
     return ["--model", str(folder), "--drafter", drafter, "--set", f"cache_dir={folder.parent / 'cache'}"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_generate_prints_the_same_text_with_and_without_drafts(flags, capsys):
@@ -163,36 +157,6 @@ def test_bench_compares_planners_side_by_side(flags, capsys):
         assert row["tokens_per_s"] > 0 and len(row["tokens_per_s_runs"]) == 2 and row["accept_length"] >= 1
         assert row["tokens"] == 2 * 12 * 3 * row["concurrency"]
         assert row["verify_budget"] == 1 or row["planner"] == "fixed:7"
-
-
-class Server:
-    def __init__(self, flags: list[str]) -> None:
-        self.port = free_port()
-        command = [sys.executable, "-m", "services.cli", "serve", *flags, "--port", str(self.port)]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
-
-    def wait_ready(self) -> str:
-        return self.wait_for("ready: ")
-
-    def wait_for(self, words: str) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith(words):
-                return line
-        raise AssertionError(f"ended with {self.process.wait()}")
-
-    def rest(self) -> str:
-        """What it still said, without the access log."""
-        assert self.process.stdout is not None
-        return "".join(line for line in self.process.stdout if not line.startswith("{"))
-
-    def kill(self) -> None:
-        self.client.close()
-        self.process.kill()
-        self.process.wait()
 
 
 @pytest.fixture(scope="module")
