@@ -18,7 +18,7 @@ from torch import Tensor
 from drafter.block_attention import BlockStart, block_attention
 from drafter.checkpoint import Checkpoint
 from verifier.features import CommittedFeatures, merged
-from verifier.kv import PagedKV
+from verifier.kv import PagedKV, finite_in_place
 from verifier.layers import Linear, Rotary, rms_norm, split_heads_norm
 from verifier.model import DecoderLayer, LayerStack
 
@@ -56,6 +56,7 @@ class Backbone:
 
     def _write(self, committed: CommittedFeatures) -> None:
         rows = self._context_rows(committed.features.to(self.device, self.dtype), committed.positions.to(self.device))
+        finite_in_place(rows)
         slots = committed.slots.to(self.device)
         for layer in range(self.num_layers):
             self.pool.write(layer, slots, rows[:, layer])

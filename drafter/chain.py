@@ -29,7 +29,7 @@ from drafter.checkpoint import Checkpoint
 from drafter.eagle3 import Eagle3Cell
 from drafter.mtp import MtpCell
 from verifier.features import CommittedFeatures, merged
-from verifier.kv import PagedKV
+from verifier.kv import PagedKV, finite_in_place
 from verifier.layers import Linear, Rotary, rms_norm, split_heads_norm
 from verifier.model import DecoderLayer
 
@@ -75,11 +75,13 @@ class Chain:
     def _write(self, committed: CommittedFeatures) -> None:
         assert committed.token_ids is not None and committed.previous_slots is not None
         slots = committed.slots.to(self.device)
-        self.states.index_copy_(0, slots, self.cell.state(committed.features.to(self.device, self.dtype)))
+        states = finite_in_place(self.cell.state(committed.features.to(self.device, self.dtype)))
+        self.states.index_copy_(0, slots, states)
         states = self.states.index_select(0, committed.previous_slots.to(self.device))
         # the row of position 0 is no row: it is written with what block 0 holds and never read
         positions = (committed.positions.to(self.device) - 1).clamp_min(0)
-        self.pool.write(0, slots, self._context_rows(committed.token_ids.to(self.device), states, positions))
+        rows = self._context_rows(committed.token_ids.to(self.device), states, positions)
+        self.pool.write(0, slots, finite_in_place(rows))
 
     def _context_rows(self, ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
         """Tokens [n] and the states before them [n, d] -> rotated keys, then values [n, 2 KV, hd]."""

@@ -93,8 +93,8 @@ def judge(
     logits: [S, V]; num_draft + 1 consecutive rows per extension, the first being the law after its last known token.
     masks: what grammars allow in some of the rows; whoever made them has seen to stop ids and min_tokens there.
     generator: on the device of the logits; independent of the drafter's (noise.fresh_generator). None is torch's own.
-    A request that would need a row without a law (NaN, +inf or nothing but -inf) gets a verdict with an error, and the others
-    get theirs. Raises ValueError for drafts that cannot be.
+    A request whose first row has no law (NaN, +inf or nothing but -inf) gets a verdict with an error, and the others get theirs;
+    where a later row has none, the drafts accepted before it stand. Raises ValueError for drafts that cannot be.
     """
     if not extensions:
         return []
@@ -244,17 +244,25 @@ def _verdicts(batch: _Batch, table: SamplingTable, answers: Ints) -> list[Verdic
         else:
             num_accepted, token = next(rejections)
         judges = finite[batch.first_row[i] :][: num_accepted + 1]
-        if not judges.all():
-            verdicts.append(_lawless(extension, int(judges.argmin())))
+        if not judges[0]:
+            verdicts.append(_lawless(extension))
             continue
+        if not judges.all():
+            # what was accepted before the row without a law stands, as it would without drafts; the next step ends there
+            num_accepted = int(judges.argmin()) - 1
+            token = drafts[num_accepted]
         verdicts.append(Verdict(extension.request_id, num_accepted, (*drafts[:num_accepted], token)))
     return verdicts
 
 
-def _lawless(extension: Extension, depth: int) -> Verdict:
+def not_finite(output_index: int) -> InternalFault:
     """Only this request ends: what makes the target's numbers overflow is in its own tokens."""
-    reason = f"the target's logits are not finite at output position {extension.output_index + depth}"
-    return Verdict(extension.request_id, 0, (), error=(InternalFault.__name__, reason))
+    return InternalFault(f"the target's logits are not finite at output position {output_index}")
+
+
+def _lawless(extension: Extension) -> Verdict:
+    error = not_finite(extension.output_index)
+    return Verdict(extension.request_id, 0, (), error=(type(error).__name__, str(error)))
 
 
 def _with_logprobs(verdicts: list[Verdict], raw: Tensor, batch: _Batch) -> list[Verdict]:

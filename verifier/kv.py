@@ -65,6 +65,12 @@ class PagedKV:
         return rows[:, : self.num_kv_heads], rows[:, self.num_kv_heads :]
 
 
+def finite_in_place(rows: Tensor) -> Tensor:
+    """Zero where it is not finite: a row that is masked, or left behind in a freed block, must not reach whoever reads past it
+    (0 * NaN is NaN). For caches whose rows may be wrong, not for the target's."""
+    return rows.nan_to_num_(0.0, 0.0, 0.0)
+
+
 def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     return num_layers * 2 * num_kv_heads * head_dim * dtype.itemsize
 

@@ -7,6 +7,7 @@ a cache: a Plan carries everything a step needs.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -15,9 +16,9 @@ import torch
 from scheduler.errors import BadParams, ServingError, SettingsError
 from scheduler.wire import Extension, Plan, Verdict, VerifierInfo
 from verifier import native
-from verifier.acceptance import judge
+from verifier.acceptance import judge, not_finite
 from verifier.architecture import Architecture, read_architecture
-from verifier.attention import paged_attention
+from verifier.attention import Span, paged_attention
 from verifier.automata import Automata
 from verifier.batch import FlatBatch, kept_rows, pack
 from verifier.config import VerifierConfig
@@ -94,8 +95,14 @@ class TargetRunner:
             return [], None
         constraints, failures = self._constrain(plan)
         batch = pack(plan, self.kv.block_size, self.device, constraints)
-        logits, features = self._forward(batch, capture=plan.capture)
-        found = judge(logits=logits, extensions=batch.sampling, generator=self.generator, masks=batch.masks)
+        hidden, features = self._forward(batch, capture=plan.capture)
+        failures |= self._contain(plan, batch, hidden, features)
+        found = judge(
+            logits=self._logits(batch, hidden),
+            extensions=batch.sampling,
+            generator=self.generator,
+            masks=batch.masks,
+        )
         judged = {v.request_id: v for v in found}
         verdicts = [_verdict(e, judged, constraints, failures) for e in plan.extensions]
         if features is None:
@@ -109,16 +116,55 @@ class TargetRunner:
         return self.automata.constrain(plan.extensions)
 
     def _forward(self, batch: FlatBatch, *, capture: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits of the sampled rows [S, V] and features of all rows [N, m d] (None when not captured)."""
-        attend = paged_attention(
-            self.kv, self.model.rotary, batch.slots, batch.positions, batch.spans, num_heads=self.arch.num_heads
-        )
-        hidden, features = self.model.forward(
-            batch.ids, batch.positions, attend, self.capture if capture else (), self._num_layers_done
-        )
+        """Last hidden states [N, d] and features [N, m d] (None when not captured) of all rows."""
+        return self._run(batch.ids, batch.slots, batch.positions, batch.spans, capture)
+
+    def _run(
+        self, ids: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, spans: Sequence[Span], capture: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        attend = paged_attention(self.kv, self.model.rotary, slots, positions, spans, num_heads=self.arch.num_heads)
+        return self.model.forward(ids, positions, attend, self.capture if capture else (), self._num_layers_done)
+
+    def _logits(self, batch: FlatBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, V] of the sampled rows."""
         if len(batch.sampled_rows) != len(batch.ids) or batch.masks is not None:
             hidden = hidden.index_select(0, batch.sampled_rows)
-        return self.model.logits(hidden), features
+        return self.model.logits(hidden)
+
+    def _contain(
+        self, plan: Plan, batch: FlatBatch, hidden: torch.Tensor, features: torch.Tensor | None
+    ) -> dict[str, ServingError]:
+        """Where numbers overflow: which requests cannot go on; rows before a draft that overflows are computed anew, in place.
+
+        Attention weighs what a row must not see with 0, and 0 * NaN is NaN: such a draft spoils the rows before it.
+        """
+        if math.isfinite(hidden.sum(dtype=torch.float32).item()):
+            return {}
+        failures: dict[str, ServingError] = {}
+        sound = torch.isfinite(hidden).all(dim=1).tolist()
+        for extension, span in zip(plan.extensions, batch.spans, strict=True):
+            num_known = len(extension.token_ids) - extension.num_draft
+            num_sound = span.num_rows
+            if not all(sound[span.first_row :][: span.num_rows]):
+                num_sound = self._row_by_row(batch, span, hidden, features) if extension.num_draft else 0
+            if num_sound < num_known:
+                failures[extension.request_id] = not_finite(extension.output_index)
+        return failures
+
+    def _row_by_row(self, batch: FlatBatch, span: Span, hidden: torch.Tensor, features: torch.Tensor | None) -> int:
+        """Computes the span's rows one after the other, up to the first that is not finite; how many are."""
+        for number in range(span.num_rows):
+            row = slice(span.first_row + number, span.first_row + number + 1)
+            alone = Span(0, 1, span.start + number, span.block_ids)
+            hidden[row], row_features = self._run(
+                batch.ids[row], batch.slots[row], batch.positions[row], [alone], features is not None
+            )
+            if features is not None and row_features is not None:
+                features[row] = row_features
+            if not bool(torch.isfinite(hidden[row]).all()):
+                hidden[row.stop : span.first_row + span.num_rows] = torch.nan
+                return number
+        return span.num_rows
 
     def _committed(self, batch: FlatBatch, features: torch.Tensor, rows: list[int]) -> CommittedFeatures:
         columns = (features, batch.slots, batch.positions, batch.ids, batch.previous_slots)

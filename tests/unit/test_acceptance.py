@@ -474,24 +474,32 @@ def test_min_tokens_of_one_request_leave_its_neighbours_alone() -> None:
 def test_a_row_without_a_law_ends_its_own_request_and_no_other(
     params: SamplingParams, fault: float, width: int
 ) -> None:
-    logits = torch.randn(6, width, generator=generator())
+    logits = torch.randn(4, width, generator=generator())
     if fault == -torch.inf:
-        logits[4] = fault
+        logits[2] = fault
     else:
-        logits[4, 3] = fault
-    drafts = [int(logits[row].argmax()) for row in (2, 3)]
-    certain = {"q_ids": np.array([[drafts[0]], [drafts[1]], [0]]), "q_probs": np.full((3, 1), 1e-6, dtype=np.float32)}
-    broken = extension(
-        params, [*drafts, 0], name="broken", output_index=7, **({} if params in (GREEDY, SEEDED) else certain)
-    )
+        logits[2, 3] = fault
+    broken = extension(params, [0], name="broken", output_index=7)
     found = judge(logits=logits, extensions=[extension(GREEDY, [1], name="fine"), broken], generator=generator())
     assert found[0] == judge(logits=logits[:2], extensions=[extension(GREEDY, [1], name="fine")])[0]
-    accepted = found[1].num_accepted
-    if found[1].error is None:  # something before the row that is broken was rejected
-        assert params == SEEDED and accepted < 2
-        return
-    assert found[1].error == ("InternalFault", "the target's logits are not finite at output position 9")
+    assert found[1].error == ("InternalFault", "the target's logits are not finite at output position 7")
     assert (found[1].num_accepted, found[1].token_ids) == (0, ())
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED, SAMPLED, replace(GREEDY, num_logprobs=1)])
+@pytest.mark.parametrize("lawless", [1, 2, 3])
+def test_drafts_accepted_before_a_row_without_a_law_stand_as_they_would_without_drafts(
+    params: SamplingParams, lawless: int
+) -> None:
+    drafts = [3, 5, 4]
+    logits = torch.full((4, 16), -40.0)
+    for row, token in enumerate([*drafts, 9]):
+        logits[row, token] = 40.0
+    logits[lawless] = torch.nan
+    (verdict,) = judge(logits=logits, extensions=[extension(params, drafts)], generator=generator())
+    assert verdict.error is None
+    assert (verdict.num_accepted, verdict.token_ids) == (lawless - 1, tuple(drafts[:lawless]))
+    assert verdict.logprobs is None or len(verdict.logprobs) == lawless
 
 
 def test_a_row_without_a_law_behind_a_rejected_draft_is_nobodys_business() -> None:

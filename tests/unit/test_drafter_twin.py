@@ -237,3 +237,29 @@ def test_a_prefix_shared_by_two_requests_serves_both_whatever_follows_it(
         drafts = runner.propose([first.ask(), second.ask()], GAMMA, messages)
         for life, draft in zip((first, second), drafts, strict=True):
             assert_like_twin(twin, life, draft, GAMMA, FLAVOURS[name].candidates)
+
+
+@CHAIN_OR_BLOCK
+def test_rows_that_overflow_reach_nobody_who_is_drafted_beside_them_or_gets_their_blocks_later(
+    name: str, tmp_path: Path, write_target: Callable[..., Path]
+) -> None:
+    target = write_target(tmp_path / "target", "llama")
+    flavour = FLAVOURS[name]
+    drafter = write_drafter(tmp_path / "drafter", target, flavour)
+    config = DrafterConfig(
+        str(drafter), str(target), "float32", "cpu", flavour.candidates, num_blocks=40, block_size=BLOCK_SIZE
+    )
+    runner = DraftRunner(replace(config, num_threads=1))
+    twin = twin_of(drafter, target)
+    broken, longer, fine = lives(np.random.default_rng(1), twin, 40)[:3]
+    broken.features[:] = torch.inf
+    for life, first_block in ((broken, 1), (longer, 11), (fine, 21)):
+        life.block_ids = np.arange(first_block, first_block + 10, dtype=np.int32)
+    for _ in range(2):
+        messages = [broken.take(12), longer.take(12), fine.take(9)]
+        drafts = runner.propose([broken.ask(), longer.ask(), fine.ask()], GAMMA, messages)
+        assert all(0 <= token < 64 for token in drafts[0].token_ids)
+        for life, draft in zip((longer, fine), drafts[1:], strict=True):
+            assert_like_twin(twin, life, draft, GAMMA, flavour.candidates)
+        fine.block_ids, broken.block_ids = broken.block_ids, fine.block_ids
+        broken.num_absorbed = longer.num_absorbed = fine.num_absorbed = 0

@@ -101,7 +101,8 @@ def last_rows(
     for plan in steps:
         batch = pack(plan, runner.kv.block_size, runner.device)
         with torch.inference_mode():
-            logits, features = runner._forward(batch, capture=True)
+            hidden, features = runner._forward(batch, capture=True)
+            logits = runner._logits(batch, hidden)
         assert features is not None
     span = batch.spans[[e.request_id for e in steps[-1].extensions].index("a")]
     own = (batch.sampled_rows >= span.first_row) & (batch.sampled_rows < span.first_row + span.num_rows)

@@ -58,7 +58,8 @@ def run(runner: TargetRunner, plan: Plan) -> tuple[torch.Tensor, torch.Tensor, t
     """Positions of the sampled rows, their logits, and all features."""
     batch = pack(plan, runner.kv.block_size, runner.device)
     with torch.inference_mode():
-        logits, features = runner._forward(batch, capture=True)
+        hidden, features = runner._forward(batch, capture=True)
+        logits = runner._logits(batch, hidden)
     assert features is not None
     return batch.positions[batch.sampled_rows], logits, features
 
