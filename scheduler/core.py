@@ -180,7 +180,7 @@ class PrefixScheduler:
     def record(self, step: StepStats) -> None:
         """The last step with its times."""
         self.ledger.record(step)
-        self.drafting.prices.observe(step)
+        self.drafting.record(step)
 
     def stats(self) -> SchedulerStats:
         """The counters, and the gauges that are known here."""
@@ -309,7 +309,16 @@ class PrefixScheduler:
         num_drafts = sum(p.num_admitted for p in proposals)
         predicted_s = self.drafting.predicted_s(load, num_drafts) if shares else None
         call = self.drafting.call
-        return PendingStep(plan, shares, load.context_len, predicted_s, len(call.asks), call.width, self.drafting.shut)
+        return PendingStep(
+            plan,
+            shares,
+            load.context_len,
+            load.kv_tokens,
+            predicted_s,
+            len(call.asks),
+            call.width,
+            self.drafting.shut,
+        )
 
     def _prefill_budget(self) -> int:
         most, longest_s = self.config.prefill_chunk, self.config.longest_step_s
@@ -413,6 +422,7 @@ class PrefixScheduler:
             num_emitted=outcome.num_emitted,
             gate_shut=pending.gate_shut,
             context_len=pending.context_len,
+            kv_tokens=pending.kv_tokens,
             tokens_of_class={name: tuple(counts) for name, counts in outcome.tokens_of_class.items()},
             predicted_s=pending.predicted_s,
         )

@@ -113,6 +113,7 @@ _CPU = CurvePoints(
         (0.0080, 0.0110, 0.0170, 0.0260),
         (0.0140, 0.0197, 0.0310, 0.0480),
     ),
+    kv_token_s=1.8e-6,
 )
 
 LAWS: dict[str, Callable[[], CostLaw]] = {
@@ -162,6 +163,7 @@ def _points(raw: dict[str, Any]) -> CurvePoints:
         requests=tuple(raw["requests"]),
         widths=tuple(raw["widths"]),
         draft_s=rows("draft_s"),
+        kv_token_s=float(raw.get("kv_token_s", 0.0)),
     )
 
 
@@ -175,7 +177,7 @@ def law_of_curve(
     """The machine that is exactly as the curve says."""
     return CostLaw(
         name,
-        lambda work: float(curve.verify_seconds(work.num_tokens, 1, work.context_len)[0]),
+        lambda work: float(curve.verify_seconds(work.num_tokens, 1, work.context_len, work.kv_rows)[0]),
         curve.draft_seconds,
         host_s,
         absorb_token_s,

@@ -20,6 +20,7 @@ from scheduler.gate import Choice, DraftGate
 from scheduler.live import Live
 from scheduler.pricing import Pricing, StepLoad, UsualRound
 from scheduler.proposals import DraftCall, Proposal
+from scheduler.stats import StepStats
 from scheduler.throughput import CostCurve
 from scheduler.wire import Draft, DrafterInfo
 from scheduler.wishes import fixed_width, may_draft, most_drafts, planner_of
@@ -50,6 +51,7 @@ class Drafting:
         self._usual = UsualRound(info.width if info is not None else 0)
         self._num_rounds = 1
         self._kept: tuple[list[int], Choice, int] | None = None
+        self._promised = 0.0
         self._asleep_until = 0
         self._asleep: tuple[int, list[str]] = (0, [])
         if info is not None:
@@ -111,6 +113,7 @@ class Drafting:
         """backlog: prompt tokens that will be in the step. hidden: another step is verified meanwhile, so that a draft costs
         only what it takes longer than that."""
         self.prices.hidden = hidden
+        self._promised = 0.0
         self._asked.clear()
         self._probe = None
         self.call = DraftCall()
@@ -125,8 +128,7 @@ class Drafting:
         self.shut = False
         candidates = [live for live in decoding if may_draft(live, self.planner, self.info, epoch)]
         if candidates:
-            load = StepLoad(len(decoding), backlog, _mean_context(decoding))
-            self._ask(candidates, self._kept_or_new(candidates, load, step), step)
+            self._ask(candidates, self._kept_or_new(candidates, _load_of(decoding, backlog), step), step)
         if self.shut:
             self._asleep_until = min(step + _ASK_AGAIN, self._gate.next_probe)
             self._asleep = (len(decoding), _wishes(decoding))
@@ -170,6 +172,19 @@ class Drafting:
         self._judgement = judgement
         self._belief.remember(judgement, np.array([p.num_drafted for p in proposals]), step)
 
+    def record(self, step: StepStats) -> None:
+        """What the step took, and brought: the forecast it was chosen by is held against that, in the seconds that are reckoned
+        with, for the curve follows the real ones."""
+        self.prices.observe(step)
+        if self.info is None:
+            return
+        if self._promised and step.num_drafting and not step.num_prefill_tokens and step.predicted_s:
+            seconds = step.predicted_s + self.prices.host_s + self.prices.draft_host_s
+            came = step.num_round_tokens / seconds
+            self._gate.trust.observe(promised=self._promised, came=came, num_rounds=step.num_rounds)
+        elif self.shut:
+            self._gate.trust.rest()
+
     def observe(self, proposals: Sequence[Proposal], num_accepted: Sequence[int], step: int) -> None:
         """What the target accepted of each proposal."""
         if self.info is None:
@@ -195,7 +210,8 @@ class Drafting:
         curve = self.prices.curve
         if curve is None:
             return None
-        return float(curve.verify_seconds(load.num_tokens + num_drafts, 1, load.context_len)[0]) + self._draft_s()
+        num_tokens = load.num_tokens + num_drafts
+        return float(curve.verify_seconds(num_tokens, 1, load.context_len, load.kv_tokens)[0]) + self._draft_s()
 
     def overlap_pays(self, decoding: Sequence[Live]) -> bool:
         """Whether these requests, of which some draft, are better served as two cohorts; without a curve they are."""
@@ -203,15 +219,16 @@ class Drafting:
             return False
         if self.prices.curve is None:
             return True
-        context_len = _mean_context(decoding)
+        context_len = _load_of(decoding, 0).context_len
         return self.prices.overlap_pays(len(decoding), self._usual, context_len, or_plainly=self.planner.adaptive)
 
     def prefill_budget(self, decoding: Sequence[Live], *, most: int, longest_s: float) -> int:
         """Prompt tokens that may join the next step of these running answers, as far as the curve knows."""
         if self.prices.curve is None or not decoding:
             return most
-        load = StepLoad(len(decoding), 0, _mean_context(decoding))
-        return self.prices.prefill_budget(most=most, longest_s=longest_s, draft_s=self._draft_s(), load=load)
+        return self.prices.prefill_budget(
+            most=most, longest_s=longest_s, draft_s=self._draft_s(), load=_load_of(decoding, 0)
+        )
 
     def cap(self, live: Live) -> int:
         """Most drafted tokens that may be verified for it, within the width that was asked for."""
@@ -262,12 +279,16 @@ class Drafting:
         )
         probe = int(free[choice.probe]) if choice.probe >= 0 else choice.probe
         rows = np.sort(np.concatenate((fixed, free[choice.rows])))
-        return Choice(rows, max(choice.width, widest), probe=probe, shut=choice.shut and not len(fixed))
+        promised = 0.0 if len(fixed) else choice.promised
+        return Choice(
+            rows, max(choice.width, widest), probe=probe, shut=choice.shut and not len(fixed), promised=promised
+        )
 
     def _ask(self, candidates: Sequence[Live], choice: Choice, step: int) -> None:
         assert self.info is not None
         chosen = [candidates[row] for row in choice.rows]
         self.shut = choice.shut
+        self._promised = 0.0 if self.prices.hidden else choice.promised
         self.gate_state = "shut" if choice.shut else "open" if len(chosen) == len(candidates) else "partial"
         if choice.probe >= 0:
             self._probe = candidates[choice.probe]
@@ -318,8 +339,9 @@ def _wishes(lives: Sequence[Live]) -> list[str]:
     return [live.request.request_id for live in lives if live.request.speculation is not None]
 
 
-def _mean_context(lives: Sequence[Live]) -> float:
-    return sum(live.num_computed for live in lives) / len(lives)
+def _load_of(decoding: Sequence[Live], backlog: int) -> StepLoad:
+    kv_tokens = sum(live.num_computed for live in decoding)
+    return StepLoad(len(decoding), backlog, kv_tokens / len(decoding), kv_tokens)
 
 
 def _slots(lives: Sequence[Live]) -> npt.NDArray[np.int64]:

@@ -16,12 +16,13 @@ import numpy.typing as npt
 
 from scheduler.admit import Probabilities
 from scheduler.forecast import Forecast, Prices
+from scheduler.trust import Trust
 
 PROBE_SHARE = 0.005
-# Curve and estimates err by some percent; a gain within their error is as often a loss. Estimates of who drafts are fresh, so
-# what is open stays open for less than what would open it.
-_OPENS = 1.03
-_STAYS_OPEN = 1.01
+# A gain within the error of curve and estimates is as often a loss. Estimates of who drafts are fresh, so what is open stays
+# open for less than what would open it. How far forecasts are too good is Trust's to know.
+_OPENS = 1.01
+_STAYS_OPEN = 1.0
 _LONGEST_STRETCH = 4.0
 _LONGEST_INTERVAL = 2048
 _NO_PROBE = -1
@@ -32,12 +33,14 @@ _WIDTHS = (1, 2, 3, 5, 8, 12)
 @dataclass(frozen=True, slots=True)
 class Choice:
     """rows: indices of the candidates that draft, ascending, those included that draft only to be heard of. probe: one of the
-    latter, of which at least one token is verified, or -1. shut: nobody drafts because it does not pay."""
+    latter, of which at least one token is verified, or -1. shut: nobody drafts because it does not pay. promised: tokens per
+    second that were forecast of it, 0 where none were."""
 
     rows: npt.NDArray[np.int64]
     width: int
     probe: int = _NO_PROBE
     shut: bool = False
+    promised: float = 0.0
 
 
 class DraftGate:
@@ -52,6 +55,7 @@ class DraftGate:
         self._interval = self._shortest = 1.0
         self._open = True
         self.next_probe = 0
+        self.trust = Trust()
 
     def choose(
         self,
@@ -69,9 +73,11 @@ class DraftGate:
         """
         forecast = Forecast(survival, spread, prices)
         count, width, rate = forecast.best(self._widths)
-        self._open = rate > (_STAYS_OPEN if self._open else _OPENS) * forecast.plain_rate
-        rows = np.sort(forecast.ranking[:count]) if self._open else forecast.ranking[:0]
-        choice = Choice(rows, width if self._open else 0, shut=not self._open)
+        self._open = self.trust.factor * rate > (_STAYS_OPEN if self._open else _OPENS) * forecast.plain_rate
+        if self._open:
+            choice = Choice(np.sort(forecast.ranking[:count]), width, promised=rate)
+        else:
+            choice = Choice(forecast.ranking[:0], 0, shut=True)
         if step >= self.next_probe:
             choice = self._with_probe(choice, step, survival, idle_steps, prices)
         return choice

@@ -67,9 +67,9 @@ class Patience:
             raise ConnectionError("the worker's call was cancelled")
         return job.result()
 
-    async def measure(self, rows: Sequence[int], columns: Sequence[int], /) -> list[list[float]]:
+    async def measure(self, rows: Sequence[int], columns: Sequence[int], /, *spread: int) -> list[list[float]]:
         """The worker's `measure`, waited for."""
-        return await self.wait(self._worker.measure(rows, columns))
+        return await self.wait(self._worker.measure(rows, columns, *spread))
 
 
 class DrafterLink:

@@ -49,8 +49,13 @@ class Verifier(Protocol):
         """Compiles it, beside whatever step is under way; raises BadParams when it cannot be followed."""
         ...
 
-    async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
-        """Seconds of one verify step: [len(context_lens)][len(num_tokens)], median of real steps. Uses only block 0."""
+    async def measure(
+        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = 8
+    ) -> list[list[float]]:
+        """Seconds of one verify step: [len(context_lens)][len(num_tokens)], median of real steps. Writes only block 0.
+
+        rows_per_request: the tokens are those of as many requests as that makes, each with a context of its own.
+        """
         ...
 
 

@@ -27,11 +27,12 @@ _LEAST_PREFILL = 16
 @dataclass(frozen=True, slots=True)
 class StepLoad:
     """The step without its drafts: last tokens of running answers (each gets a token), prompt tokens, tokens before each token
-    on average."""
+    on average, and cached tokens that it reads, once per request."""
 
     num_rounds: int
     num_prefill: int
     context_len: float
+    kv_tokens: float
 
     @property
     def num_tokens(self) -> int:
@@ -80,6 +81,7 @@ class Pricing:
             self.curve.observe(
                 num_tokens=step.num_tokens,
                 context_len=step.context_len,
+                kv_tokens=step.kv_tokens,
                 verify_s=step.verify_s,
                 num_drafting=step.num_drafting,
                 width=step.width,
@@ -93,11 +95,12 @@ class Pricing:
         drafts worth their price in just the steps that they lengthen most.
         """
         assert self.curve is not None
-        seconds = self.curve.verify_seconds(load.num_tokens + more_tokens, count, load.context_len)
+        seconds = self.curve.verify_seconds(load.num_tokens + more_tokens, count, load.context_len, load.kv_tokens)
         if load.num_prefill == 0:
             return seconds
         with_prompts, without = (
-            self.curve.verify_seconds(n, 1, load.context_len)[0] for n in (load.num_tokens, load.num_rounds)
+            self.curve.verify_seconds(n, 1, load.context_len, load.kv_tokens)[0]
+            for n in (load.num_tokens, load.num_rounds)
         )
         return seconds - (with_prompts - without)
 
@@ -128,12 +131,14 @@ class Pricing:
         curve = self.curve
 
         def seconds(count: int) -> tuple[float, float]:
-            verify_s = curve.verify_seconds(round(count * (1.0 + usual.num_verified)), 1, context_len)[0]
+            num_tokens = round(count * (1.0 + usual.num_verified))
+            verify_s = curve.verify_seconds(num_tokens, 1, context_len, count * context_len)[0]
             return curve.draft_seconds(math.ceil(count * usual.drafting), usual.width), float(verify_s)
 
         halves_s = 2 * (max(seconds((num_requests + 1) // 2)) + self.host_s)
         whole_s = sum(seconds(num_requests)) + self.host_s
-        plain_s = float(curve.verify_seconds(num_requests, 1, context_len)[0]) + self.host_s
+        kv_tokens = num_requests * context_len
+        plain_s = float(curve.verify_seconds(num_requests, 1, context_len, kv_tokens)[0]) + self.host_s
         otherwise_s = min(whole_s, plain_s * (1.0 + usual.num_accepted)) if or_plainly else whole_s
         return halves_s < _OVERLAP_PAYS * otherwise_s
 
@@ -146,5 +151,6 @@ class Pricing:
             num_tokens=load.num_rounds,
             most=most,
             context_len=load.context_len,
+            kv_tokens=load.kv_tokens,
         )
         return min(most, max(_LEAST_PREFILL, room))

@@ -82,9 +82,9 @@ class RefinedCurve:
         """Real over measured seconds of a step of 16 tokens."""
         return self._verify(16)
 
-    def verify_seconds(self, first: int, count: int, context_len: float) -> Seconds:
+    def verify_seconds(self, first: int, count: int, context_len: float, kv_tokens: float | None = None) -> Seconds:
         """[count] as CostCurve; never falling."""
-        seconds = self.base.verify_seconds(first, count, context_len)
+        seconds = self.base.verify_seconds(first, count, context_len, kv_tokens)
         factors = self._verify.table[np.minimum(np.arange(first, first + count), _KNOTS[-1])]
         scaled: Seconds = np.maximum.accumulate(seconds * factors)
         return scaled
@@ -103,14 +103,22 @@ class RefinedCurve:
         return table
 
     def observe(
-        self, *, num_tokens: int, context_len: float, verify_s: float, num_drafting: int, width: int, draft_s: float
+        self,
+        *,
+        num_tokens: int,
+        context_len: float,
+        kv_tokens: float | None = None,
+        verify_s: float,
+        num_drafting: int,
+        width: int,
+        draft_s: float,
     ) -> None:
-        """One step: tokens that the target ran, requests that drafted (0: nobody), and the seconds each model took.
+        """One step: tokens that the target ran and read, requests that drafted (0: nobody), and the seconds each model took.
 
         Times that are not positive, as a clock that was set back gives them, are passed over.
         """
         if num_tokens > 0 and 0.0 < verify_s < math.inf:
-            predicted = float(self.verify_seconds(num_tokens, 1, context_len)[0])
+            predicted = float(self.verify_seconds(num_tokens, 1, context_len, kv_tokens)[0])
             self._verify.observe(num_tokens, predicted, verify_s)
         predicted = self.draft_seconds(num_drafting, width) if num_drafting else 0.0
         if predicted > 0.0 and 0.0 < draft_s < math.inf:
@@ -118,6 +126,15 @@ class RefinedCurve:
             self._num_observed += 1
 
 
-def tokens_within(curve: RefinedCurve, *, seconds: float, num_tokens: int, most: int, context_len: float) -> int:
+def tokens_within(
+    curve: RefinedCurve,
+    *,
+    seconds: float,
+    num_tokens: int,
+    most: int,
+    context_len: float,
+    kv_tokens: float | None = None,
+) -> int:
     """How many tokens (0 to `most`) can join a step of `num_tokens` before it takes longer than `seconds`."""
-    return int(np.searchsorted(curve.verify_seconds(num_tokens, most + 1, context_len), seconds, side="right")) - 1
+    sizes = curve.verify_seconds(num_tokens, most + 1, context_len, kv_tokens)
+    return int(np.searchsorted(sizes, seconds, side="right")) - 1

@@ -54,7 +54,7 @@ class Batch:
         self.belief = Belief(num_requests, width)
         self.pricing = Pricing(_curve(law, num_requests, width))
         self.gate = DraftGate(width, variable_width=True)
-        self.load = StepLoad(num_requests, 0, _CONTEXT)
+        self.load = StepLoad(num_requests, 0, _CONTEXT, num_requests * _CONTEXT)
         self.slots = np.arange(num_requests)
         self.groups = rng.integers(0, 8, num_requests)
         self.caps = np.full(num_requests, width)

@@ -23,8 +23,6 @@ _T = TypeVar("_T")
 
 PROMPT, STOP = 0, 1
 _FIRST_WORD, _NUM_WORDS = 2, 61
-# As the verifier measures: rows are spread over requests of up to 8, as drafts are.
-_ROWS_PER_REQUEST = 8
 _BLOCK_SIZE = 128
 _EXACT_TOKENS = 4096
 
@@ -89,8 +87,13 @@ class SimulatedTarget:
     async def check_grammar(self, grammar: Grammar) -> None:
         raise BadParams("a simulated target follows no grammar", "response_format")
 
-    async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
-        return [[self._law.verify_s(_measured_work(n, context)) for n in num_tokens] for context in context_lens]
+    async def measure(
+        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = 8
+    ) -> list[list[float]]:
+        return [
+            [self._law.verify_s(_measured_work(n, context, rows_per_request)) for n in num_tokens]
+            for context in context_lens
+        ]
 
 
 class SimulatedDrafter:
@@ -161,8 +164,8 @@ def work_of(plan: Plan) -> StepWork:
     return StepWork(num_tokens, len(plan.extensions), kv_rows, attended)
 
 
-def _measured_work(num_tokens: int, context_len: int) -> StepWork:
-    requests = math.ceil(num_tokens / _ROWS_PER_REQUEST)
+def _measured_work(num_tokens: int, context_len: int, rows_per_request: int) -> StepWork:
+    requests = math.ceil(num_tokens / rows_per_request)
     return StepWork(num_tokens, requests, requests * context_len + num_tokens, num_tokens * context_len)
 
 

@@ -23,7 +23,8 @@ class StepStats:
     num_tokens: everything the target ran: prefill, last tokens and drafts.
     draft_s, verify_s: inside the models' calls. plan_s: choosing who drafts, and the plan. apply_s: committing and emitting.
     predicted_s: what the cost curve said for draft + verify; None without a curve.
-    context_len: tokens before each token of the step, on average. tokens_of_class: tokens that each round committed.
+    context_len: tokens before each token of the step, on average. kv_tokens: cached tokens that it read, once per request; None:
+        not known. tokens_of_class: tokens that each round committed.
     """
 
     step: int
@@ -40,6 +41,7 @@ class StepStats:
     gate_shut: bool
     predicted_s: float | None
     context_len: float = 0.0
+    kv_tokens: float | None = None
     tokens_of_class: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     draft_s: float = 0.0
     plan_s: float = 0.0

@@ -34,11 +34,12 @@ class Share:
 
 @dataclass(slots=True)
 class PendingStep:
-    """Between plan and apply. num_drafting, width, gate_shut: as in StepStats."""
+    """Between plan and apply. context_len, kv_tokens, num_drafting, width, gate_shut: as in StepStats."""
 
     plan: Plan
     shares: list[Share]
     context_len: float
+    kv_tokens: float
     predicted_s: float | None
     num_drafting: int
     width: int
@@ -63,7 +64,8 @@ def load_of(shares: Sequence[Share]) -> StepLoad:
     num_tokens = sum(share.num_tokens for share in shares)
     before = sum(share.num_tokens * (share.live.num_computed + share.num_tokens / 2) for share in shares)
     num_rounds = sum(share.is_round for share in shares)
-    return StepLoad(num_rounds, num_tokens - num_rounds, before / max(1, num_tokens))
+    kv_tokens = sum(share.live.num_computed + share.num_tokens for share in shares)
+    return StepLoad(num_rounds, num_tokens - num_rounds, before / max(1, num_tokens), kv_tokens)
 
 
 def extension_of(share: Share) -> Extension:

@@ -22,7 +22,7 @@ from scheduler.wire import DrafterInfo, VerifierInfo
 
 Seconds = npt.NDArray[np.float64]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _DENSE_TOKENS = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 # Beyond those, on devices that run the last of them in no more than this; on others it takes too long, and only prompts get
 # there.
@@ -32,6 +32,9 @@ _SPARSE_TOKENS = (1, 8, 32, 128)
 _SPOT_TOKENS = (1, 16, 64)
 _SPOT_FACTOR = 1.5
 _CONTEXTS = (256, 1024, 4096)
+# As drafts come: a timed step has a request for so many of its rows.
+ROWS_PER_REQUEST = 8
+_KV_REQUESTS = 16
 _REQUESTS = (1, 2, 4, 8, 16, 32)
 _WIDTHS = (1, 2, 4)
 _LARGEST = 1 << 20  # of any axis: tables are dense
@@ -43,7 +46,8 @@ class CurveRejected(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CurvePoints:
-    """What was measured. verify_s: [contexts][tokens]; draft_s: [requests][widths]; all axes ascending.
+    """What was measured. verify_s: [contexts][tokens], with a request for every 8 tokens; draft_s: [requests][widths]; all axes
+    ascending. kv_token_s: how much longer a step takes for each cached token that one more request of as many tokens reads.
 
     Without a drafter the draft axes are empty.
     """
@@ -54,6 +58,7 @@ class CurvePoints:
     requests: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
     draft_s: tuple[tuple[float, ...], ...] = ()
+    kv_token_s: float = 0.0
 
 
 class CostCurve:
@@ -73,8 +78,21 @@ class CostCurve:
         self._slope = _tail_slope(np.asarray(points.tokens), rows)
         self._draft = _dense_draft(points)
 
-    def verify_seconds(self, first: int, count: int, context_len: float) -> Seconds:
-        """[count] seconds of a verify step of first, first + 1, ... tokens that have `context_len` tokens before them."""
+    def verify_seconds(self, first: int, count: int, context_len: float, kv_tokens: float | None = None) -> Seconds:
+        """[count] seconds of a verify step of first, first + 1, ... tokens that have `context_len` tokens before them.
+
+        kv_tokens: cached tokens that the step reads, once per request; None: as many as there were when it was measured. Sixteen
+        requests with a token each read eight times as much as two with eight, and drafts read nothing more.
+        """
+        seconds = self._measured(first, count, context_len)
+        if kv_tokens is None or self.points.kv_token_s == 0.0:
+            return seconds
+        requests = np.maximum(1.0, np.arange(first, first + count) / ROWS_PER_REQUEST)
+        more = self.points.kv_token_s * (kv_tokens - requests * max(context_len, self._contexts[0]))
+        corrected: Seconds = np.maximum.accumulate(np.maximum(seconds + more, self._verify[0, 1]))
+        return corrected
+
+    def _measured(self, first: int, count: int, context_len: float) -> Seconds:
         low, weight = self._locate(context_len)
         known = max(0, min(first + count, self._max_tokens + 1) - first)
         seconds = _mix(self._verify[:, first : first + known], low, weight)
@@ -110,8 +128,16 @@ class Timed(Protocol):
     async def measure(self, rows: Sequence[int], columns: Sequence[int], /) -> list[list[float]]: ...
 
 
+class TimedVerifier(Protocol):
+    """The same; a third argument says how many of a step's tokens are one request's."""
+
+    async def measure(
+        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = ROWS_PER_REQUEST, /
+    ) -> list[list[float]]: ...
+
+
 async def measure_curve(
-    verifier: Timed,
+    verifier: TimedVerifier,
     drafter: Timed | None,
     *,
     verifier_info: VerifierInfo,
@@ -132,6 +158,7 @@ async def measure_curve(
     rows = [np.asarray(dense_s[0])]
     # Other contexts are timed at few sizes: what context adds is smooth in the number of tokens, and never negative.
     rows += [rows[0] + np.interp(tokens, sparse, np.asarray(row) - sparse_base).clip(min=0.0) for row in sparse_s]
+    kv_token_s = await _kv_token_seconds(verifier, min(_KV_REQUESTS, max_live, max_step_tokens), contexts[0])
     requests: list[int] = []
     widths: list[int] = []
     draft_s: list[list[float]] = []
@@ -147,12 +174,23 @@ async def measure_curve(
         requests=tuple(requests),
         widths=tuple(widths),
         draft_s=_nested(draft_s),
+        kv_token_s=kv_token_s,
     )
     check_points(points, width=drafter_info.width if drafter_info else 0)
     return CostCurve(points, time.time())
 
 
-async def still_holds(curve: CostCurve, verifier: Timed) -> bool:
+async def _kv_token_seconds(verifier: TimedVerifier, num_requests: int, context_len: int) -> float:
+    """From steps of as many tokens in many requests and in few; never negative, whatever the noise."""
+    few = -(-num_requests // ROWS_PER_REQUEST)
+    if num_requests == few:
+        return 0.0
+    ((apart,),) = await verifier.measure([num_requests], [context_len], 1)
+    ((together,),) = await verifier.measure([num_requests], [context_len], ROWS_PER_REQUEST)
+    return max(0.0, apart - together) / ((num_requests - few) * context_len)
+
+
+async def still_holds(curve: CostCurve, verifier: TimedVerifier) -> bool:
     """Whether a saved curve agrees with a few steps timed now: a machine may have been busy then, or be another now."""
     context_len = curve.points.contexts[0]
     tokens = [n for n in _SPOT_TOKENS if n <= curve.points.tokens[-1]]
@@ -179,6 +217,8 @@ def check_points(points: CurvePoints, *, width: int) -> None:
             raise CurveRejected(f"{name} is not {num_rows} rows of {num_columns}")
         if not all(np.isfinite(seconds) and seconds > 0 for row in table for seconds in row):
             raise CurveRejected(f"{name} holds a time that is not positive")
+    if not 0.0 <= points.kv_token_s < np.inf:
+        raise CurveRejected("kv_token_s is not a time")
     if width and points.widths[-1] < width:
         raise CurveRejected(f"drafts were measured up to width {points.widths[-1]} and the drafter drafts {width}")
 
@@ -258,6 +298,7 @@ def _points(raw: Mapping[str, Sequence[object]]) -> CurvePoints:
         requests=ints("requests"),
         widths=ints("widths"),
         draft_s=_nested(raw["draft_s"]),
+        kv_token_s=float(raw["kv_token_s"]),  # type: ignore[arg-type]
     )
 
 

@@ -260,8 +260,10 @@ class RemoteVerifier:
     async def check_grammar(self, grammar: Grammar) -> None:
         await self._process.ask("check_grammar", grammar)
 
-    async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
-        return await self._process.call("measure", num_tokens, context_lens)
+    async def measure(
+        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = 8
+    ) -> list[list[float]]:
+        return await self._process.call("measure", num_tokens, context_lens, rows_per_request)
 
     async def card(self, drafter: DrafterInfo | None) -> ModelCard:
         return await self._process.call("card", drafter)

@@ -136,6 +136,8 @@ def table(measured: Measured) -> list[str]:
         zip(*planned_verify(points), strict=True),
         zip(*points.verify_s, strict=True),
     )
+    kv_us = 1e6 * points.kv_token_s
+    lines.append(f"(a request for every 8 tokens; a cached token that another request reads takes {kv_us:.2f} us)")
     if points.requests:
         lines += ["", "draft, ms by requests and width"]
         lines += _beside("requests", points.widths, points.requests, planned_draft(points), points.draft_s)

@@ -58,8 +58,10 @@ class VerifierProcess:
     async def check_grammar(self, grammar: Grammar) -> None:
         await self._worker.check_grammar(grammar)
 
-    async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
-        return await self._worker.measure(num_tokens, context_lens)
+    async def measure(
+        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = 8
+    ) -> list[list[float]]:
+        return await self._worker.measure(num_tokens, context_lens, rows_per_request)
 
     async def card(self, drafter: DrafterInfo | None) -> ModelCard:
         from services.workers import model_card

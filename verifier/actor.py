@@ -62,9 +62,11 @@ class VerifierWorker:
                 f"the grammar was not compiled within {COMPILE_S:g} s; make it simpler", "response_format"
             ) from None
 
-    async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
+    async def measure(
+        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = 8
+    ) -> list[list[float]]:
         runner = self._loaded()
-        return await self._compute(lambda: step_seconds(runner, num_tokens, context_lens))
+        return await self._compute(lambda: step_seconds(runner, num_tokens, context_lens, rows_per_request))
 
     async def measure_products(self, num_tokens: Sequence[int]) -> list[float]:
         """Seconds of a step's matrix products alone: what no step can undercut."""

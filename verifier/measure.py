@@ -15,23 +15,36 @@ from verifier.runner import TargetRunner
 _REPEATS = 7
 _SLOW_S = 0.05  # steps longer than this are repeated less: what disturbs a timing is short
 _SLOW_REPEATS = 3
-_ROWS_PER_REQUEST = 8
 
 
-def step_seconds(runner: TargetRunner, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
+def step_seconds(
+    runner: TargetRunner, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = 8
+) -> list[list[float]]:
     """[contexts][tokens] median seconds of a whole verify step: packing, forward, head on every row, greedy acceptance.
 
-    Rows are spread over requests of up to 8, as drafts are. Uses block 0 only.
+    Rows are spread over requests of up to rows_per_request. Each reads blocks of its own, as real ones do, as far as there are
+    so many; only block 0 is written.
     """
-    longest = runner.max_model_len - _ROWS_PER_REQUEST
+    longest = runner.max_model_len - rows_per_request
+
+    def seconds(n: int, context_len: int) -> float:
+        return _step(runner, n, max(0, min(context_len, longest)), rows_per_request)
+
     try:
-        return [[_step(runner, n, max(0, min(context, longest))) for n in num_tokens] for context in context_lens]
+        return [[seconds(n, context) for n in num_tokens] for context in context_lens]
     finally:
         runner.kv.clear_padding()
 
 
-def _step(runner: TargetRunner, num_tokens: int, context_len: int) -> float:
-    plan = synthetic_plan(num_tokens, context_len, runner.kv.block_size, capture=bool(runner.capture))
+def _step(runner: TargetRunner, num_tokens: int, context_len: int, rows_per_request: int) -> float:
+    plan = synthetic_plan(
+        num_tokens,
+        context_len,
+        runner.kv.block_size,
+        rows_per_request=rows_per_request,
+        num_blocks=runner.kv.num_blocks,
+        capture=bool(runner.capture),
+    )
     return _median(lambda: runner.verify(plan), runner.device)
 
 
@@ -66,11 +79,19 @@ def _median(work: Callable[[], object], device: torch.device) -> float:
     return statistics.median(seconds)
 
 
-def synthetic_plan(num_tokens: int, context_len: int, block_size: int, *, capture: bool) -> Plan:
-    """`num_tokens` greedy rows over requests of up to 8 rows, each with `context_len` tokens before them, all in block 0."""
+def synthetic_plan(
+    num_tokens: int, context_len: int, block_size: int, *, rows_per_request: int, num_blocks: int, capture: bool
+) -> Plan:
+    """`num_tokens` greedy rows over requests of up to rows_per_request rows, each with `context_len` tokens before them.
+
+    The context is read from blocks 1, 2, ... and from the first again when they are used up; rows are written to block 0.
+    """
+    num_read = context_len // block_size
     extensions = []
-    for first in range(0, num_tokens, _ROWS_PER_REQUEST):
-        n = min(_ROWS_PER_REQUEST, num_tokens - first)
+    for number, first in enumerate(range(0, num_tokens, rows_per_request)):
+        n = min(rows_per_request, num_tokens - first)
+        block_ids = np.zeros(-(-(context_len + n) // block_size), dtype=np.int32)
+        block_ids[:num_read] = 1 + (number * num_read + np.arange(num_read)) % (num_blocks - 1) if num_blocks > 1 else 0
         extensions.append(
             Extension(
                 request_id=str(first),
@@ -78,7 +99,7 @@ def synthetic_plan(num_tokens: int, context_len: int, block_size: int, *, captur
                 token_ids=np.ones(n, dtype=np.int32),
                 num_draft=n - 1,
                 samples=True,
-                block_ids=np.zeros(-(-(context_len + n) // block_size), dtype=np.int32),
+                block_ids=block_ids,
                 params=SamplingParams(temperature=0.0),
                 output_index=0,
             )

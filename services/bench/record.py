@@ -106,5 +106,7 @@ class WatchedVerifier:
     async def check_grammar(self, grammar: Grammar) -> None:
         await self._verifier.check_grammar(grammar)
 
-    async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
-        return await self._verifier.measure(num_tokens, context_lens)
+    async def measure(
+        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = 8
+    ) -> list[list[float]]:
+        return await self._verifier.measure(num_tokens, context_lens, rows_per_request)

@@ -58,7 +58,9 @@ MAY_FIRE = {"DsparkCostCurveStale", "DsparkSlowFirstToken", "DsparkCalibrationDr
 class UntimedVerifier(VerifierWorker):
     """Computes as ever and cannot be timed, as on a device that is shared."""
 
-    async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
+    async def measure(
+        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = 8
+    ) -> list[list[float]]:
         raise InternalFault("steps on this device cannot be timed")
 
 

@@ -159,7 +159,9 @@ class ToyVerifier:
             raise VerifierLost("the toy target is dead")
         return self.verify_now(plan)
 
-    async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
+    async def measure(
+        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = 8
+    ) -> list[list[float]]:
         return [[0.01 + 0.001 * n + 1e-6 * context for n in num_tokens] for context in context_lens]
 
     def verify_now(self, plan: Plan) -> tuple[list[Verdict], Committed | None]:

@@ -45,7 +45,7 @@ class FixedVerifier:
             Verdict(e.request_id, e.num_draft, (*range(7, 7 + e.num_draft), 50)) for e in plan.extensions
         ], "features"
 
-    async def measure(self, num_tokens, context_lens):
+    async def measure(self, num_tokens, context_lens, rows_per_request=8):
         return [[0.5]]
 
 

@@ -517,7 +517,9 @@ async def test_a_worker_that_hangs_is_lost_within_the_timeout_whether_or_not_it_
 
 async def test_a_curve_is_not_waited_for_when_the_worker_hangs_over_it() -> None:
     class Stuck(ToyVerifier):
-        async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
+        async def measure(
+            self, num_tokens: Sequence[int], context_lens: Sequence[int], rows: int = 8
+        ) -> list[list[float]]:
             await asyncio.sleep(3600)
             raise AssertionError
 
@@ -712,7 +714,7 @@ async def test_a_saved_curve_that_no_longer_holds_is_measured_again(tmp_path: Pa
         pass
     usual = verifier.measure
 
-    async def measure(num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
+    async def measure(num_tokens: Sequence[int], context_lens: Sequence[int], rows: int = 8) -> list[list[float]]:
         return [[slower * seconds for seconds in row] for row in await usual(num_tokens, context_lens)]
 
     verifier.measure = measure  # type: ignore[method-assign]

@@ -39,7 +39,7 @@ def test_what_drafts_cost_the_host_is_part_of_their_price_and_of_no_plain_step(p
     assert prices.draft_host_s == pytest.approx(1.2e-3, rel=1e-2)
     added = prices.draft_table(4, 4, verify_s=0.01) - before
     np.testing.assert_allclose(added, np.where(before > 0, prices.draft_host_s, 0.0))
-    load = StepLoad(num_rounds=4, num_prefill=0, context_len=10.0)
+    load = StepLoad(num_rounds=4, num_prefill=0, context_len=10.0, kv_tokens=40.0)
     with_draft, without = (prices.step_seconds(load, 0, 2, draft_s=s) for s in (1e-3, 0.0))
     np.testing.assert_allclose(with_draft - without, 1e-3 + prices.draft_host_s)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -60,6 +61,26 @@ def test_past_the_last_size_costs_go_on_in_a_line(curve: CostCurve) -> None:
 def test_past_the_last_context_costs_go_on_and_before_the_first_they_stay(curve: CostCurve) -> None:
     assert curve.verify_seconds(8, 1, 500)[0] == pytest.approx(0.015)
     assert curve.verify_seconds(8, 1, 1)[0] == pytest.approx(0.011)
+
+
+def test_many_requests_read_more_than_the_few_that_were_measured_and_drafts_read_nothing_more() -> None:
+    curve = CostCurve(replace(POINTS, kv_token_s=1e-6), measured_at=0.0)
+    as_measured = curve.verify_seconds(16, 1, 200)[0]
+    assert curve.verify_seconds(16, 1, 200, 2 * 200)[0] == pytest.approx(as_measured), "eight rows a request"
+    assert curve.verify_seconds(16, 1, 200, 16 * 200)[0] == pytest.approx(as_measured + 14 * 200e-6)
+    drafting = curve.verify_seconds(16, 33, 200, 16 * 200)
+    plain = curve.verify_seconds(16, 33, 200)
+    assert drafting[32] - drafting[0] == pytest.approx(plain[32] - plain[0] - 4 * 200e-6)
+    assert (np.diff(drafting) >= 0).all()
+    assert curve.verify_seconds(64, 1, 300, 10.0)[0] == pytest.approx(0.060 - 1e-6 * (8 * 300 - 10)), "one long prompt"
+
+
+@pytest.mark.parametrize("kv_token_s", [0.0, 1e-6, 1e-3])
+def test_whatever_is_read_a_step_costs_something_and_more_tokens_never_less(kv_token_s: float) -> None:
+    curve = CostCurve(replace(POINTS, kv_token_s=kv_token_s), measured_at=0.0)
+    for kv_tokens in (0.0, 100.0, 1e6):
+        seconds = curve.verify_seconds(1, 300, 250, kv_tokens)
+        assert seconds[0] >= 0.010 and (np.diff(seconds) >= 0).all()
 
 
 def test_draft_seconds_between_and_beyond_the_sizes(curve: CostCurve) -> None:
@@ -193,7 +214,9 @@ async def test_measuring_goes_through_the_ports_and_gives_a_different_cost_per_s
 @pytest.mark.parametrize(("token_s", "largest"), [(1e-5, 1024), (1e-3, 256)])
 async def test_only_a_fast_device_is_measured_far_out(token_s: float, largest: int) -> None:
     class Device(ToyVerifier):
-        async def measure(self, num_tokens: Sequence[int], context_lens: Sequence[int]) -> list[list[float]]:
+        async def measure(
+            self, num_tokens: Sequence[int], context_lens: Sequence[int], rows: int = 8
+        ) -> list[list[float]]:
             return [[0.01 + token_s * n for n in num_tokens] for _ in context_lens]
 
     verifier = Device(max_model_len=2048)
@@ -202,6 +225,30 @@ async def test_only_a_fast_device_is_measured_far_out(token_s: float, largest: i
     )
     assert curve.points.tokens[-1] == largest
     assert curve.verify_seconds(largest, 1, 256)[0] == pytest.approx(0.01 + token_s * largest)
+
+
+async def test_what_one_more_request_reads_is_measured() -> None:
+    class Reads(ToyVerifier):
+        async def measure(
+            self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = 8
+        ) -> list[list[float]]:
+            return [
+                [0.01 + 0.001 * n + 2e-6 * context * -(-n // rows_per_request) for n in num_tokens]
+                for context in context_lens
+            ]
+
+    verifier = Reads(max_model_len=2048)
+    for max_live, wanted in ((1, 0.0), (5, 2e-6), (64, 2e-6)):
+        curve = await measure_curve(
+            verifier, None, verifier_info=verifier.info(), drafter_info=None, max_live=max_live, max_step_tokens=300
+        )
+        assert curve.points.kv_token_s == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("broken", [-1e-6, math.nan, math.inf])
+def test_a_curve_whose_reading_takes_no_possible_time_is_refused(broken: float) -> None:
+    with pytest.raises(CurveRejected, match="kv_token_s"):
+        check_points(replace(POINTS, kv_token_s=broken), width=4)
 
 
 async def test_a_model_with_a_short_context_is_measured_within_it() -> None:
