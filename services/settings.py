@@ -185,6 +185,7 @@ class GatewaySettings(_Section):
     max_ongoing_requests: int = Field(default=1024, ge=1, le=_MOST)
     drain_s: float = Field(default=120.0, ge=0, le=1e6)
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, le=2**40)
+    stalled_s: float = Field(default=60.0, gt=0, le=_LONGEST_S)
     keepalive_s: float = Field(default=10.0, gt=0, le=_LONGEST_S)
     connect_timeout_s: float = Field(default=30.0, gt=0, le=_LONGEST_S)
     call_timeout_s: float = Field(default=5.0, gt=0, le=_LONGEST_S)

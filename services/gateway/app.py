@@ -135,7 +135,7 @@ def create_app(scheduler: Schedulers, config: GatewayConfig, *, request_ids: boo
         stop_tracing = _trace(app, config)
     if log is not None:
         app.add_middleware(AccessLog, write=log.write, prompts=config.access_log.prompts, engine=config.log.engine)
-    app.add_middleware(Guard, answers_id=request_ids)
+    app.add_middleware(Guard, answers_id=request_ids, stalled_s=config.stalled_s)
     return app
 
 

@@ -15,6 +15,8 @@ from services.logs import DEFAULT_LOG, LogConfig
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
     """max_body_bytes: larger request bodies are refused with 413.
+    stalled_s: how long a client may take to send its request's body, and how long it may take nothing of its answer before it
+        counts as gone.
     keepalive_s: an open stream that is silent this long gets an SSE comment.
     connect_timeout_s: how long a request waits for a scheduler that restarts before it fails with 503.
     call_timeout_s: bound of the small calls (cancel, statistics, health).
@@ -31,6 +33,7 @@ class GatewayConfig:
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
+    stalled_s: float = 60.0
     keepalive_s: float = 10.0
     connect_timeout_s: float = 30.0
     call_timeout_s: float = 5.0

@@ -32,6 +32,10 @@ class BodyTooLarge(Rejected):
     pass
 
 
+class BodyTooSlow(Rejected):
+    """The rest of the body would be taken for the next request, so the connection ends."""
+
+
 class ModelNotFound(BadParams):
     pass
 
@@ -75,6 +79,7 @@ TABLE: dict[type[ServingError], HttpAnswer] = {
     Rejected: HttpAnswer(400, INVALID, "invalid_request"),
     BadParams: HttpAnswer(400, INVALID, "invalid_value"),
     BodyTooLarge: HttpAnswer(413, INVALID, "request_too_large"),
+    BodyTooSlow: HttpAnswer(408, INVALID, "request_timeout"),
     ModelNotFound: HttpAnswer(404, INVALID, "model_not_found"),
     Unauthorized: HttpAnswer(401, INVALID, "invalid_api_key"),
     Forbidden: HttpAnswer(403, INVALID, "permission_denied"),
@@ -120,6 +125,8 @@ def error_response(error: ServingError, *, started: bool = False) -> Response:
     retry_after_s = getattr(error, "retry_after_s", answer.retry_after_s)
     if retry_after_s:
         headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+    if isinstance(error, BodyTooSlow):
+        headers["connection"] = "close"
     if started and answer.status >= 500:
         headers["x-should-retry"] = "false"
     return envelope_response(answer.status, error_body(error), headers)

@@ -1,7 +1,9 @@
-"""The outermost layer of the application: request ids in and out, and whatever nobody handled becomes a 500 envelope."""
+"""The outermost layer of the application: request ids in and out, whatever nobody handled becomes a 500 envelope, and
+a client that takes nothing of its answer is given up."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import uuid
@@ -20,12 +22,17 @@ REQUEST_ID = "x-request-id"
 _GOOD_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
+class ClientStalled(OSError):
+    """As good as a connection that is closed."""
+
+
 class Guard:
     """A client's own x-request-id is taken over when it is 1 to 128 letters, digits or any of `._:-`; else, and without one,
-    the request gets a new id. answers_id: send it back; Ray Serve does that itself."""
+    the request gets a new id. answers_id: send it back; Ray Serve does that itself. stalled_s: GatewayConfig."""
 
-    def __init__(self, app: ASGIApp, answers_id: bool) -> None:
+    def __init__(self, app: ASGIApp, answers_id: bool, stalled_s: float) -> None:
         self._app = app
+        self._stalled_s = stalled_s
         self._answers_id = answers_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -41,11 +48,17 @@ class Guard:
                 started = True
                 if self._answers_id:
                     MutableHeaders(scope=message)[REQUEST_ID] = request_id
-            await send(message)
+            try:
+                async with asyncio.timeout(self._stalled_s):
+                    await send(message)
+            except TimeoutError:
+                raise ClientStalled(f"the client took nothing of its answer for {self._stalled_s:g} s") from None
 
         try:
             with about(request_id):
                 await self._app(scope, receive, guarded_send)
+        except ClientStalled as error:
+            logger.info("%s", error, extra={"request_ids": (request_id,)})
         except Exception:
             logger.exception("%s %s failed", scope["method"], scope["path"], extra={"request_ids": (request_id,)})
             if started:

@@ -24,6 +24,7 @@ _ERRORS = {
     403: "The API key is disabled or not for this.",
     404: "There is no such model.",
     405: "There is no such method here; the header `allow` lists those that are.",
+    408: "The body did not arrive within gateway.stalled_s.",
     413: "The body is larger than gateway.max_body_bytes.",
     429: "The queue is full, the request waited too long, or the key has reached its limits (`x-ratelimit-*`); "
     "`retry-after` says when to try again.",
@@ -31,8 +32,8 @@ _ERRORS = {
     503: "The engine starts, restarts or drains; `retry-after` says when to try again.",
     504: "The request's time ran out (`timeout`).",
 }
-_GENERATES = (400, 401, 403, 404, 413, 429, 500, 503, 504)
-_READS = (400, 401, 403, 404, 413, 429, 500, 503)
+_GENERATES = (400, 401, 403, 404, 408, 413, 429, 500, 503, 504)
+_READS = (400, 401, 403, 404, 408, 413, 429, 500, 503)
 
 Docs = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""The body of a request, refused as soon as it is known to be too large. Knows no models."""
+"""The body of a request, refused as soon as it is known to be too large or too slow. Knows no models."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from scheduler.errors import Cancelled
-from services.gateway.errors import BodyTooLarge
+from services.gateway.config import GatewayConfig
+from services.gateway.errors import BodyTooLarge, BodyTooSlow
 
 _LARGE_BODY_BYTES = 64 * 1024
 
 T = TypeVar("T")
 
 
-async def read_body(request: Request, max_bytes: int, parse: Callable[[bytes], T]) -> T:
+async def read_body(request: Request, config: GatewayConfig, parse: Callable[[bytes], T]) -> T:
     """The parsed body. Large ones are parsed in a thread: other streams must not wait for them."""
-    body = await _whole(request, max_bytes)
+    try:
+        async with asyncio.timeout(config.stalled_s):
+            body = await _whole(request, config.max_body_bytes)
+    except TimeoutError:
+        raise BodyTooSlow(f"the request body did not arrive within {config.stalled_s:g} s") from None
     return parse(body) if len(body) <= _LARGE_BODY_BYTES else await asyncio.to_thread(parse, body)
 
 

@@ -51,7 +51,7 @@ async def _answer(
     gateway, arrived_s = _gateway(request), time.monotonic()
     try:
         model = await gateway.await_model()
-        fields: GenerationFields = await read_body(request, gateway.config.max_body_bytes, parse)
+        fields: GenerationFields = await read_body(request, gateway.config, parse)
         exchange = Exchange.of(request.scope)
         exchange.model, exchange.stream = fields.model, bool(fields.stream)
         _check_model(fields.model, gateway)
@@ -76,7 +76,7 @@ async def tokenize_text(request: Request) -> Response:
     """The token ids of a text, or of a conversation as the chat template renders it."""
     gateway = _gateway(request)
     model = gateway.model
-    asked = await read_body(request, gateway.config.max_body_bytes, parse_tokenize)
+    asked = await read_body(request, gateway.config, parse_tokenize)
     _check_optional_model(asked.model, gateway)
     return JSONResponse(await tokenize(asked, model))
 
@@ -86,7 +86,7 @@ async def detokenize_ids(request: Request) -> Response:
     """The text of token ids, special tokens included."""
     gateway = _gateway(request)
     model = gateway.model
-    asked = await read_body(request, gateway.config.max_body_bytes, parse_detokenize)
+    asked = await read_body(request, gateway.config, parse_detokenize)
     _check_optional_model(asked.model, gateway)
     return JSONResponse(await detokenize(asked, model))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 
@@ -92,6 +93,59 @@ async def test_200_clients_that_connect_and_drop_cause_exactly_one_cancel_each(b
             text = (await http.get(f"http://127.0.0.1:{server.port}/metrics")).text
         assert f'dspark_requests_total{{model="tiny-chat",outcome="cancelled",status="499"}} {len(ids)}.0' in text
         assert "dspark_gateway_open_requests" in text
+
+
+async def test_a_client_that_sends_its_body_a_byte_at_a_time_is_refused_in_time_and_cut_off(bench, make_script):
+    config = GatewayConfig(stalled_s=0.3)
+    scheduler = bench.scheduler(make_script(bench.rounds("Hi")))
+    async with Server(create_app(scheduler, config)) as server:
+        for head, dropped in (("content-length: 100000", b" "), ("transfer-encoding: chunked", b"1\r\n \r\n")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\n{head}\r\n\r\n".encode())
+
+            async def drip(writer=writer, dropped=dropped) -> None:
+                with contextlib.suppress(ConnectionError):
+                    while not writer.is_closing():
+                        writer.write(dropped)
+                        await writer.drain()
+                        await asyncio.sleep(0.05)
+
+            dripping = asyncio.create_task(drip())
+            async with asyncio.timeout(5):
+                answer = await reader.read()
+            dripping.cancel()
+            await asyncio.wait({dripping})
+            writer.close()
+            answer, _, text = answer.partition(b"\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 408 ") and b"connection: close" in answer.lower()
+            assert json.loads(text)["error"]["message"] == "the request body did not arrive within 0.3 s"
+        assert not scheduler.requests
+
+
+async def test_a_client_that_takes_nothing_of_its_stream_is_given_up_and_its_request_cancelled_once(
+    bench, make_script, body
+):
+    """Its answer is larger than all buffers on the way."""
+    config = GatewayConfig(stalled_s=0.3)
+    long = bench.rounds("Hello there " * 40_000, eos=False)
+    scheduler = bench.scheduler(make_script(long, hang=True))
+    app = create_app(scheduler, config)
+    async with Server(app) as server:
+        plain = socket.socket()
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        plain.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(plain, ("127.0.0.1", server.port))
+        _, writer = await asyncio.open_connection(sock=plain, limit=64)
+        content = json.dumps(body(stream=True)).encode()
+        writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content)
+        await until(lambda: scheduler.requests)
+        client = app.state.gateway.client
+        await until(lambda: client.num_live == 0 and not client.num_background, 20)
+        async with httpx.AsyncClient() as http:
+            text = (await http.get(f"http://127.0.0.1:{server.port}/metrics")).text
+        assert 'dspark_requests_total{model="tiny-chat",outcome="cancelled",status="499"} 1.0' in text
+        assert set(scheduler.cancels.values()) == {1}
+        writer.transport.abort()
 
 
 async def test_a_request_that_was_answered_is_never_cancelled(bench, make_script, body):
