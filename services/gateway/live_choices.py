@@ -118,16 +118,24 @@ class LiveChoices:
     async def take(self, timeout_s: float | None = None) -> list[tuple[int, list[Delta]]]:
         """(index, deltas) of every choice that has some, waiting for the first; empty after `timeout_s`. Raises how a
         request failed."""
+        # A timer of the loop instead of asyncio.timeout: this runs for every chunk of every stream.
+        timer, late = None, asyncio.Event()
+        if timeout_s is not None:
+            timer = asyncio.get_running_loop().call_later(timeout_s, self._give_up, late)
         try:
-            async with asyncio.timeout(timeout_s):
-                while not (taken := self._take_ready()):
-                    await self._arrived.wait()
-        except TimeoutError:
-            return []
+            while not (taken := self._take_ready()) and not late.is_set():
+                await self._arrived.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
         if self._num_choices > 1:
             for index, _ in taken:
                 await self._open_followers(index)
         return taken
+
+    def _give_up(self, late: asyncio.Event) -> None:
+        late.set()
+        self._arrived.set()
 
     def cancel(self, index: int) -> None:
         self._each[index].cancel()

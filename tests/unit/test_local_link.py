@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import pickle
 from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from scheduler.errors import BadParams, Overloaded, SchedulerLost, ServingError
-from scheduler.wire import Delta, Request, SamplingParams
+from scheduler.wire import Delta, FinishReason, Request, SamplingParams, StepTimes, TokenLogprob, Usage
 from services.local_link import Door, Link, Visitor
 
 
@@ -167,3 +169,21 @@ async def test_only_this_user_may_come_in_and_a_closed_door_leaves_nothing_behin
         folder = door._folder
         assert folder.stat().st_mode & 0o077 == 0 and door.path
     assert not folder.exists() and door.path == ""
+
+
+def test_a_delta_is_the_same_after_the_way_with_every_field_it_may_have():
+    full = Delta(
+        "r",
+        (1, 2),
+        True,
+        7,
+        5,
+        1,
+        FinishReason.ERROR,
+        Usage(3, 2, 1),
+        ("InternalFault", "no"),
+        (TokenLogprob(-0.5, ((1, -0.5),)),) * 2,
+        StepTimes(*range(len(dataclasses.fields(StepTimes)))),
+    )
+    assert all(getattr(full, each.name) for each in dataclasses.fields(Delta))
+    assert pickle.loads(pickle.dumps(full)) == full
