@@ -67,7 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _status_of(work: Callable[[], int | None]) -> int:
     """Exit status of a command; what went wrong as one line."""
     try:
-        return work() or 0
+        status = work() or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # how `| head` leaves a command; what is still in the buffer must not be tried again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (SettingsError, Rejected) as error:
         return _fail(str(error), 2)
     except (ServingError, OSError) as error:

@@ -6,7 +6,6 @@ Reads its /metrics like anybody else; rates are what counters rose by between tw
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -79,9 +78,6 @@ def run(args: argparse.Namespace) -> int:
             )
     except KeyboardInterrupt:
         pass  # how one leaves it
-    except BrokenPipeError:
-        # how `head` leaves it; what is still in the buffer must not be tried again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -97,3 +100,14 @@ def test_a_file_that_is_no_curve_is_refused(text, tmp_path, capsys):
     path.write_text(text)
     assert main(["simulate", "--curve", str(path)]) == 2
     assert "is not a cost curve" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_gone_ends_a_command_without_a_word():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "services.cli", "simulate", "--planning", "1"]
+    try:
+        ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (0, "")
