@@ -7,6 +7,7 @@ gateway. A gateway never answers an error in plain text, so one that comes by is
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -28,6 +29,7 @@ _PROXYS_OWN_PATHS = "/-/"
 _HEALTH_PATH = "/health"
 _NO_ROUTE = 404
 _TIMED_OUT = 408
+_LOOK_S = 1.0
 
 
 def middlewares() -> list[Middleware]:
@@ -59,11 +61,25 @@ class ProxyAnswers:
             await _answer(refusal, scope, receive, send)
         elif not passing.started:
             lost = SchedulerLost("the gateway stopped before it answered; send the request again")
-            await _answer(error_response(lost), scope, receive, send)
+            await _answer(error_response(await self._why(lost, scope)), scope, receive, send)
         elif passing.streams and not passing.complete:
-            cut = event(error_body(SchedulerLost("the gateway stopped while it answered")))
+            lost = SchedulerLost("the gateway stopped while it answered")
+            cut = event(error_body(await self._why(lost, scope)))
             await send({"type": "http.response.body", "body": cut, "more_body": False})
         return None
+
+    async def _why(self, lost: SchedulerLost, scope: Scope) -> ServingError:
+        """`lost`, unless there is no route to a gateway any more: then it was cut off at the end of a drain."""
+        looking = _Passing(_to_nobody)
+        asked = {**scope, "method": "GET", "path": _HEALTH_PATH, "raw_path": _HEALTH_PATH.encode(), "query_string": b""}
+        try:
+            async with asyncio.timeout(_LOOK_S):
+                await self._app(asked, _no_body(), looking.send)
+        except Exception:  # a gateway that is there and does not answer
+            return lost
+        if self._served and looking.refused is not None and looking.refused["status"] == _NO_ROUTE:
+            return ShuttingDown("the server shut down before the request ended")
+        return lost
 
 
 class _Passing:
@@ -85,6 +101,24 @@ class _Passing:
             self.complete = not message.get("more_body", False)
         if self.refused is None:
             await self._send(message)
+
+
+async def _to_nobody(message: Message) -> None:
+    pass
+
+
+def _no_body() -> Receive:
+    """A client that has sent its request and waits."""
+    sent = False
+
+    async def receive() -> Message:
+        nonlocal sent
+        if sent:
+            await asyncio.Future()
+        sent = True
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    return receive
 
 
 def _refusal(start: Message, *, served: bool) -> Response:

@@ -42,12 +42,15 @@ async def answers(messages: list[Message], path: str = "/v1/models") -> list[Mes
     return await answers_in_turn([messages], path)
 
 
-async def answers_in_turn(exchanges: list[list[Message]], path: str = "/v1/models") -> list[Message]:
+async def answers_in_turn(
+    exchanges: list[list[Message]], path: str = "/v1/models", *, gone: bool = False
+) -> list[Message]:
     """What the last of several clients of one proxy gets, the proxy built up as Serve builds it."""
     following = iter(exchanges)
 
     async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
-        for message in next(following):
+        """Beside what comes in turn it is asked whether there is a gateway; that one answers, or there is no route."""
+        for message in (NO_ROUTE if gone else ANSWERED) if scope["path"] != path else next(following):
             await send(message)
 
     callback = call_function_from_import_path(ENVIRONMENT["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"])
@@ -134,6 +137,24 @@ async def test_a_stream_whose_gateway_dies_ends_with_an_error_event():
     assert [message.get("body") for message in passed] == [None, CHUNK] and not last["more_body"]
     event = last["body"].decode()
     assert event.endswith("\n\n") and json.loads(event.removeprefix("data: "))["error"]["code"] == "engine_unavailable"
+
+
+@pytest.mark.parametrize("cut", [[head(200, SSE), part(CHUNK, True)], []], ids=["stream", "whole answer"])
+@pytest.mark.parametrize(
+    ("before", "gone", "code"),
+    [
+        ([], False, "engine_unavailable"),
+        ([], True, "engine_unavailable"),
+        (["answered"], False, "engine_unavailable"),
+        (["answered"], True, "shutting_down"),
+    ],
+)
+async def test_what_is_cut_off_when_the_application_is_gone_says_that_the_server_shut_down(cut, before, gone, code):
+    """A proxy that has only begun a stream has seen its gateway."""
+    got = await answers_in_turn([*([ANSWERED] * len(before)), cut], gone=gone)
+    if cut and gone:
+        code = "shutting_down"
+    assert json.loads(got[-1]["body"].decode().removeprefix("data: "))["error"]["code"] == code
 
 
 @pytest.mark.parametrize(
