@@ -48,7 +48,7 @@ $(VENV)/.serve: pyproject.toml
 	@echo "[1/4] a Python environment in $(VENV); the four steps take some minutes, the first time only"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[2/4] $(TORCH), the large one: several hundred MB to a few GB, most of the time"
-	@$(PIP) '$(TORCH)'
+	@$(BIN)/python -m pip --disable-pip-version-check install '$(TORCH)'
 	@echo "[3/4] DSpark Serve and what it needs (Ray, transformers, FastAPI): a few hundred MB"
 	@$(PIP) --editable .
 	@echo "[4/4] the demo model (about 100 MB)"

@@ -151,5 +151,7 @@ def save_calibration(folder: Path, calibration: Calibration, facts: Mapping[str,
     try:
         unfinished.write_text(json.dumps(content, indent=2) + "\n")
         os.replace(unfinished, folder / FILE_NAME)
+    except OSError as error:
+        raise SettingsError(f"could not write {folder / FILE_NAME}: {error.strerror or error}") from None
     finally:
         unfinished.unlink(missing_ok=True)

@@ -193,15 +193,17 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[s
     if dtypes not in ({torch.bfloat16}, {torch.float32}):
         raise ValueError(f"a checkpoint is all bfloat16 or all float32, not {sorted(map(str, dtypes))}")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _CALIBRATION).unlink(missing_ok=True)
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    unfinished = folder / f".model.safetensors.{os.getpid()}"
+    weights, settings = (folder / f".{name}.{os.getpid()}" for name in ("model.safetensors", "config.json"))
     try:
-        save_file(on_host, unfinished, metadata={"format": "pt"})
-        os.replace(unfinished, folder / "model.safetensors")
-        unfinished.write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n")
-        os.replace(unfinished, folder / "config.json")
+        # both are on the disk before anything of the earlier checkpoint goes: the disk may be full
+        save_file(on_host, weights, metadata={"format": "pt"})
+        settings.write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n")
+        (folder / _CALIBRATION).unlink(missing_ok=True)
+        os.replace(weights, folder / "model.safetensors")
+        os.replace(settings, folder / "config.json")
     except (OSError, SafetensorError) as error:
         raise SettingsError(f"could not write {folder}: {error}") from None
     finally:
-        unfinished.unlink(missing_ok=True)
+        for unfinished in (weights, settings):
+            unfinished.unlink(missing_ok=True)

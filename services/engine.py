@@ -8,6 +8,7 @@ the tests. Knows neither Ray nor HTTP nor torch.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import logging
 import os
@@ -59,6 +60,16 @@ def curve_path(settings: Settings, key: dict[str, str]) -> Path:
     return settings.cache_path / "curves" / f"{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}.json"
 
 
+def loading_phase(settings: Settings) -> str:
+    """What a start does first; of a GGUF file that was never converted, that this takes its time, once."""
+    path = Path(settings.target_path())
+    if path.suffix.lower() != ".gguf" or any(settings.cache_path.glob(f"{glob.escape(path.stem)}-*/config.json")):
+        return "loading the models"
+    return (
+        f"loading the models (the weights of {path.name} are converted first, once: a minute, on a busy machine more)"
+    )
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -95,7 +106,7 @@ class Engine:
     async def start(self) -> None:
         """Loads both models and measures the cost curve; raises SettingsError when something cannot work."""
         try:
-            self._enter("loading the models")
+            self._enter(loading_phase(self._settings))
             workers = self._workers = await self._launch(self._settings)
             key = machine_key(self._settings)
             actor = SchedulerActor(

@@ -91,7 +91,7 @@ class Tally:
 
 
 class Progress:
-    """What the start is doing, on a line that is gone when it is done; nothing where stderr is no terminal."""
+    """What the start is doing: on a terminal a line that is gone when it is done, elsewhere a line for each phase."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -99,7 +99,9 @@ class Progress:
     def __call__(self, phase: str) -> None:
         if self._out.isatty():
             self._out.write(f"{_ERASED}{phase} ..." if phase else _ERASED)
-            self._out.flush()
+        elif phase:
+            self._out.write(f"{phase} ...\n")
+        self._out.flush()
 
 
 class Printer:

@@ -56,14 +56,20 @@ def make_prompts(path: Path, count: int) -> None:
     path.write_text("\n".join(json.dumps({"turns": [" ".join(f"w{i}" for i in row)]}) for row in rows))
 
 
+def say(step: str) -> None:
+    print(step, flush=True)
+
+
 def run(folder: Path, *, count: int = 1200, steps: int = 150) -> tuple[float, float]:
     """Expected accepted length at T 1 on held-out prompts after the first and the last step."""
     target, data, prompts = folder / "target", folder / "data", folder / "prompts.jsonl"
+    say("[1/4] a target with two layers and random weights")
     make_target(target)
     make_prompts(prompts, count)
     # products this small are slower on two threads
     shared = ["--target", str(target), "--data", str(data), "--dtype", "float32", "--device", "cpu", "--threads", "1"]
     prepare = ["prepare", *shared, "--prompts", str(prompts), "--shares", "none", "--max-tokens", "48"]
+    say(f"[2/4] the target answers {count} prompts")
     assert dspark(prepare) == 0
     shape = ["--layers", "0", "--mask-token-id", "0", "--markov-rank", "64", "--draft-vocabulary", "200"]
     training = [
@@ -78,7 +84,9 @@ def run(folder: Path, *, count: int = 1200, steps: int = 150) -> tuple[float, fl
         "1500",
     ]
     training += ["--held-out-every", "10", "--cache", str(folder / "cache"), "--muon-lr", "0.01"]
+    say(f"[3/4] training begins, and is stopped and saved before its {steps} steps are done")
     assert dspark([*training, "--steps", str(steps), "--minutes", "0.001", "--evaluate-every", "25"]) == 0
+    say("[4/4] training goes on where it was saved")
     assert dspark([*training, "--steps", str(steps), "--out", str(folder / "drafter")]) == 0
     checkpoint = load_checkpoint(folder / "drafter", target, torch.float32, torch.device("cpu"))
     assert checkpoint.arch.kind == "dspark-vanilla"

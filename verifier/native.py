@@ -106,6 +106,9 @@ def _built(source: Path, compiler: str) -> Path:
         gomp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
         link = [f"-L{gomp[0].parent}", f"-l:{gomp[0].name}"] if gomp else []
         command = [compiler, *_FLAGS, f"-I{_SOURCE.parent}", "-shared", str(source), *link, "-lm", "-o", str(built)]
+        logger.info(
+            "compiling %s with %s, once on this machine: some seconds, on a busy one more", source.name, compiler
+        )
         result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if result.returncode:
             raise OSError(f"{compiler}: {(result.stderr.strip().splitlines() or ['failed'])[0]}")

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from scheduler.errors import SettingsError
 from verifier.architecture import Architecture
+
+logger = logging.getLogger(__name__)
 
 STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
@@ -102,6 +105,7 @@ def _converted_gguf(path: Path, cache: Path) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(cache):
             if not _intact(folder):
+                logger.info("converting the weights of %s, once: a minute, on a busy machine more", path.name)
                 _convert_into(folder, path)
     except (OSError, SafetensorError) as error:
         raise SettingsError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from scheduler.ports import Drafter, Features, Verifier
 from scheduler.wire import Draft, DraftAsk, DrafterInfo, Grammar, Plan, Verdict, VerifierInfo
 from services.engine import Launch, Workers
 from services.settings import Settings
+from services.whole_file import write_whole
 
 
 class Tape:
@@ -52,7 +52,7 @@ class Tape:
     def write(self, path: str) -> int:
         """One request a line; returns how many."""
         lines = [json.dumps(request) for request in self._requests.values()]
-        Path(path).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        write_whole(path, "".join(line + "\n" for line in lines))
         return len(lines)
 
 

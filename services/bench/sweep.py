@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from scheduler.admit import parse_planner
@@ -28,6 +27,7 @@ from services.bench.record import Tape
 from services.bench.report import LEGEND, Arm, Limits, Place, points, rows, sustained, table
 from services.generate import Tally
 from services.settings import Settings
+from services.whole_file import write_whole
 
 _WARM_TOKENS = 2
 _WARM_CLIENTS = 4
@@ -199,13 +199,16 @@ def bench(settings: Settings, sweep: Sweep, *, url: str | None, files: Files) ->
     }
     print("\n".join(table(runner.results)))
     print(LEGEND)
-    if files.out:
-        Path(files.out).write_text(json.dumps(document, indent=1), encoding="utf-8")
-        print(f"numbers: {files.out}")
-    if files.plot:
-        draw(points(runner.results), files.plot, runner.model)
-        print(f"plot: {files.plot}")
-    print(json.dumps(document))
+    try:
+        if files.out:
+            write_whole(files.out, json.dumps(document, indent=1))
+            print(f"numbers: {files.out}")
+        if files.plot:
+            draw(points(runner.results), files.plot, runner.model)
+            print(f"plot: {files.plot}")
+    finally:
+        # a file that cannot be written must not cost the numbers
+        print(json.dumps(document))
 
 
 async def _run(

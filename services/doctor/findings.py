@@ -40,7 +40,8 @@ def age(seconds: float) -> str:
     for unit, size in (("days", 86400.0), ("hours", 3600.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
-    return f"{seconds / 60:.0f} minutes"
+    minutes = round(seconds / 60)
+    return "1 minute" if minutes == 1 else f"{minutes} minutes"
 
 
 def found(check: str, look: Callable[[], Finding]) -> Finding:

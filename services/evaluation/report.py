@@ -13,6 +13,7 @@ from drafter.reliability import Fit, fit_of
 from drafter.rounds import accepted_length, conditional_acceptance, joined, survival, verified_per_round
 from services.evaluation.findings import Cell, EvaluateSpec, Evaluation
 from services.evaluation.plots import Curve, ReliabilityPanel, draw_curves, draw_reliability
+from services.whole_file import write_whole
 
 MACRO = "macro average"
 COUNTING = """Accepted length: tokens emitted per verify round, the target's own (bonus) token included; plain decoding is 1.
@@ -30,8 +31,8 @@ def write_report(evaluation: Evaluation, spec: EvaluateSpec) -> None:
     plots = _draw(evaluation, out)
     text = markdown(evaluation, spec, plots)
     line = json.dumps({"evaluate": evaluation.model, **results(evaluation)})
-    (out / "report.md").write_text(text, encoding="utf-8")
-    (out / "results.json").write_text(line + "\n", encoding="utf-8")
+    write_whole(out / "report.md", text)
+    write_whole(out / "results.json", line + "\n")
     print(text)
     print(f"written: {out / 'report.md'}, {', '.join(plots)}")
     print(line)

@@ -20,7 +20,7 @@ from scheduler.throughput import CostCurve, CurvePoints, save_curve
 from services.cli import main
 from services.doctor import machine
 from services.doctor.command import check_machine
-from services.doctor.findings import Finding, found
+from services.doctor.findings import Finding, age, found
 from services.doctor.models import Models, _free_bytes, _worker_key, check_curve, check_memory
 from services.engine import curve_path, machine_key
 from services.settings import Settings, load_settings
@@ -204,7 +204,7 @@ async def test_the_key_is_the_one_that_a_start_gives_the_curve(tree):
 
 def test_memory_that_is_not_there_or_hardly(look, tree):
     per_token = bytes_per_token(3, 2, 16, torch.float32)  # an estimate: what is needed is read below
-    said = look(kv={"num_blocks": 10**12})["memory"]
+    said = look(kv={"num_blocks": 10**9})["memory"]
     assert_said(said, "fail", "kv.cache_bytes")
     settings = load_settings(args=tree)
     needed = sum(sum(parts.values()) for parts in _needs_of(settings).values())
@@ -358,3 +358,10 @@ def test_a_check_that_breaks_does_not_hide_the_others():
         raise ZeroDivisionError("oh")
 
     assert_said(found("odd", broken), "fail", "ZeroDivisionError: oh")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0, "0 minutes"), (61, "1 minute"), (119, "2 minutes"), (7300, "2 hours"), (3e5, "3 days")]
+)
+def test_an_age_is_said_in_good_grammar(seconds: float, said: str) -> None:
+    assert age(seconds) == said

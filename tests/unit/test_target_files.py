@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scheduler.errors import SettingsError
+from services.engine import loading_phase
+from services.settings import load_settings
 from tests.unit.test_target_model import write_tiny_gguf
 from verifier.config import VerifierConfig
 from verifier.runner import TargetRunner
@@ -153,3 +155,13 @@ def test_a_gguf_file_cut_off_anywhere_is_one_line_and_leaves_nothing_behind(tmp_
             resolve_model(str(cut), str(tmp_path / "cache"))
         assert "\n" not in str(caught.value)
         assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_start_says_beforehand_that_it_will_convert_weights_and_only_then(tmp_path: Path) -> None:
+    settings = load_settings(args={"model": {"path": "/m/some[1].gguf"}, "cache_dir": str(tmp_path)})
+    assert "the weights of some[1].gguf are converted first, once" in loading_phase(settings)
+    (tmp_path / "some[1]-0123").mkdir()
+    (tmp_path / "some[1]-0123" / "config.json").touch()
+    assert loading_phase(settings) == "loading the models"
+    folder = load_settings(args={"model": {"path": "/m/folder"}, "cache_dir": str(tmp_path)})
+    assert loading_phase(folder) == "loading the models"
