@@ -24,6 +24,7 @@ from services.settings import Settings
 from services.workers import launch_colocated
 
 ACCEPTED, OWN, RESET = "\033[30;42m", "\033[33m", "\033[0m"
+_SILENT_S = 2.0
 _ERASED = "\r\033[K"
 
 
@@ -91,16 +92,24 @@ class Tally:
 
 
 class Progress:
-    """What the start is doing: on a terminal a line that is gone when it is done, elsewhere a line for each phase."""
+    """What the start is doing: on a terminal a line that is gone when it is done, elsewhere a line for each phase that takes its
+    time."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
+        self._waiting: asyncio.TimerHandle | None = None
 
     def __call__(self, phase: str) -> None:
         if self._out.isatty():
-            self._out.write(f"{_ERASED}{phase} ..." if phase else _ERASED)
-        elif phase:
-            self._out.write(f"{phase} ...\n")
+            self._write(f"{_ERASED}{phase} ..." if phase else _ERASED)
+            return
+        if self._waiting is not None:
+            self._waiting.cancel()
+        if phase:
+            self._waiting = asyncio.get_running_loop().call_later(_SILENT_S, self._write, f"{phase} ...\n")
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
         self._out.flush()
 
 

@@ -94,6 +94,7 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("make", [Terminal, io.StringIO])
 def test_generate_says_what_it_waits_for_and_on_a_terminal_leaves_nothing_of_it(flags, capsys, monkeypatch, make):
     monkeypatch.setattr(sys, "stderr", shown := make())
+    monkeypatch.setattr("services.generate._SILENT_S", 0.0)
     assert main(["generate", *flags, "--max-tokens", "4", "hello"]) == 0
     if not shown.isatty():
         assert shown.getvalue() == "loading the models ...\nmeasuring the cost curve ...\n"

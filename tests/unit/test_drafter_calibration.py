@@ -116,7 +116,7 @@ def test_a_file_without_biases_holds_temperatures_alone(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "calibration.json").mkdir()
-    with pytest.raises(SettingsError, match="could not write .*calibration.json"):
+    with pytest.raises(SettingsError, match=r"could not write .*calibration\.json"):
         save_calibration(tmp_path, Calibration({"greedy": Scaling.of_temperatures(1.0)}))
     assert [p.name for p in tmp_path.iterdir()] == ["calibration.json"]
 
