@@ -97,7 +97,7 @@ class PrefixScheduler:
     def expire(self, now: float) -> list[Delta]:
         """Fails every request whose time has run out, or that has waited too long for a place. Between steps only."""
         ended = [
-            self._fail(live, DeadlineExceeded(f"the request did not finish within {now - live.arrival_s:.0f} s"))
+            self._fail(live, DeadlineExceeded(f"the request did not finish within {now - live.arrival_s:.2f} s"))
             for live in self.residency.expired(now)
         ]
         waiting = self.residency.waiting

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import re
 import time
 
 import numpy as np
@@ -642,6 +643,7 @@ def test_a_request_fails_when_its_time_runs_out_waiting_or_running() -> None:
     for name in ("slow", "queued"):
         ending = bench.ending(name)
         assert ending.error is not None and ending.error[0] == "DeadlineExceeded"
+        assert re.fullmatch(r"the request did not finish within [5-9]\.\d\d s", ending.error[1])
     assert len(bench.output("slow")) == 4
     assert bench.ending("patient").finish_reason is FinishReason.LENGTH
     assert bench.core.stats().failed == {"DeadlineExceeded": 2}
