@@ -14,6 +14,9 @@ from scheduler.wire import Delta, Draft, DraftAsk, DrafterInfo, Grammar, Plan, V
 
 Features = Any
 
+# Of a step that is timed, as drafts come: a request for so many of its tokens.
+ROWS_PER_REQUEST = 8
+
 
 class Drafter(Protocol):
     async def describe(self) -> DrafterInfo: ...
@@ -50,7 +53,7 @@ class Verifier(Protocol):
         ...
 
     async def measure(
-        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = 8
+        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = ROWS_PER_REQUEST
     ) -> list[list[float]]:
         """Seconds of one verify step: [len(context_lens)][len(num_tokens)], median of real steps. Writes only block 0.
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from scheduler.curves import CostLaw, StepWork
 from scheduler.errors import BadParams
+from scheduler.ports import ROWS_PER_REQUEST
 from scheduler.simulate_traces import Traces
 from scheduler.throughput import CostCurve, CurvePoints, measure_curve
 from scheduler.wire import Draft, DraftAsk, DrafterInfo, Extension, Grammar, Plan, Verdict, VerifierInfo
@@ -88,7 +89,7 @@ class SimulatedTarget:
         raise BadParams("a simulated target follows no grammar", "response_format")
 
     async def measure(
-        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = 8
+        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = ROWS_PER_REQUEST
     ) -> list[list[float]]:
         return [
             [self._law.verify_s(_measured_work(n, context, rows_per_request)) for n in num_tokens]

@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.ports import ROWS_PER_REQUEST
 from scheduler.wire import DrafterInfo, VerifierInfo
 
 Seconds = npt.NDArray[np.float64]
@@ -32,8 +33,6 @@ _SPARSE_TOKENS = (1, 8, 32, 128)
 _SPOT_TOKENS = (1, 16, 64)
 _SPOT_FACTOR = 1.5
 _CONTEXTS = (256, 1024, 4096)
-# As drafts come: a timed step has a request for so many of its rows.
-ROWS_PER_REQUEST = 8
 _KV_REQUESTS = 16
 _REQUESTS = (1, 2, 4, 8, 16, 32)
 _WIDTHS = (1, 2, 4)

@@ -22,7 +22,7 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from scheduler.errors import DrafterLost, Failed, Overloaded, SchedulerLost, ServingError, SettingsError, VerifierLost
-from scheduler.ports import Features
+from scheduler.ports import ROWS_PER_REQUEST, Features
 from scheduler.stats import SchedulerStats
 from scheduler.wire import Delta, Draft, DraftAsk, DrafterInfo, Grammar, Plan, Request, Verdict, VerifierInfo
 from services.local_link import Link
@@ -261,7 +261,7 @@ class RemoteVerifier:
         await self._process.ask("check_grammar", grammar)
 
     async def measure(
-        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = 8
+        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = ROWS_PER_REQUEST
     ) -> list[list[float]]:
         return await self._process.call("measure", num_tokens, context_lens, rows_per_request)
 

@@ -14,6 +14,7 @@ import ray
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from scheduler.ports import ROWS_PER_REQUEST
 from scheduler.wire import Draft, DraftAsk, DrafterInfo, Grammar, Plan, Verdict, VerifierInfo
 from services.cluster import gpu_shares, log_here, start_ray
 from services.engine import NO_DRAFTER, Workers
@@ -59,7 +60,7 @@ class VerifierProcess:
         await self._worker.check_grammar(grammar)
 
     async def measure(
-        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = 8
+        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = ROWS_PER_REQUEST
     ) -> list[list[float]]:
         return await self._worker.measure(num_tokens, context_lens, rows_per_request)
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from scheduler.errors import BadParams, VerifierLost
+from scheduler.ports import ROWS_PER_REQUEST
 from scheduler.wire import Grammar, Plan, Verdict, VerifierInfo
 from verifier.config import VerifierConfig
 from verifier.features import CommittedFeatures
@@ -63,7 +64,7 @@ class VerifierWorker:
             ) from None
 
     async def measure(
-        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = 8
+        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = ROWS_PER_REQUEST
     ) -> list[list[float]]:
         runner = self._loaded()
         return await self._compute(lambda: step_seconds(runner, num_tokens, context_lens, rows_per_request))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from scheduler.ports import ROWS_PER_REQUEST
 from scheduler.wire import Extension, Plan, SamplingParams
 from verifier.runner import TargetRunner
 
@@ -18,7 +19,10 @@ _SLOW_REPEATS = 3
 
 
 def step_seconds(
-    runner: TargetRunner, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = 8
+    runner: TargetRunner,
+    num_tokens: Sequence[int],
+    context_lens: Sequence[int],
+    rows_per_request: int = ROWS_PER_REQUEST,
 ) -> list[list[float]]:
     """[contexts][tokens] median seconds of a whole verify step: packing, forward, head on every row, greedy acceptance.
 

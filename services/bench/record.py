@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.ports import Drafter, Features, Verifier
+from scheduler.ports import ROWS_PER_REQUEST, Drafter, Features, Verifier
 from scheduler.wire import Draft, DraftAsk, DrafterInfo, Grammar, Plan, Verdict, VerifierInfo
 from services.engine import Launch, Workers
 from services.settings import Settings
@@ -107,6 +107,6 @@ class WatchedVerifier:
         await self._verifier.check_grammar(grammar)
 
     async def measure(
-        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = 8
+        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = ROWS_PER_REQUEST
     ) -> list[list[float]]:
         return await self._verifier.measure(num_tokens, context_lens, rows_per_request)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from drafter.calibration import Calibration, logits_of
 from drafter.rounds import Round
-from scheduler.ports import Drafter, Features, Verifier
+from scheduler.ports import ROWS_PER_REQUEST, Drafter, Features, Verifier
 from scheduler.wire import Draft, DraftAsk, DrafterInfo, Extension, Grammar, Plan, Verdict, VerifierInfo
 
 
@@ -97,6 +97,6 @@ class RecordedVerifier:
         await self._inner.check_grammar(grammar)
 
     async def measure(
-        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = 8
+        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = ROWS_PER_REQUEST
     ) -> list[list[float]]:
         return await self._inner.measure(num_tokens, context_lens, rows_per_request)

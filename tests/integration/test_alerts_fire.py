@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from scheduler.errors import InternalFault
+from scheduler.ports import ROWS_PER_REQUEST
 from services.engine import Workers
 from services.operations.alerts import ALERTS, rules
 from services.settings import Settings
@@ -59,7 +60,7 @@ class UntimedVerifier(VerifierWorker):
     """Computes as ever and cannot be timed, as on a device that is shared."""
 
     async def measure(
-        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = 8
+        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = ROWS_PER_REQUEST
     ) -> list[list[float]]:
         raise InternalFault("steps on this device cannot be timed")
 

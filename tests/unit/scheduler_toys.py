@@ -16,6 +16,7 @@ import numpy as np
 from scheduler.config import SchedulerConfig
 from scheduler.core import PrefixScheduler
 from scheduler.errors import DrafterLost, VerifierLost
+from scheduler.ports import ROWS_PER_REQUEST
 from scheduler.throughput import CostCurve, CurvePoints
 from scheduler.wire import (
     Delta,
@@ -160,7 +161,7 @@ class ToyVerifier:
         return self.verify_now(plan)
 
     async def measure(
-        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = 8
+        self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = ROWS_PER_REQUEST
     ) -> list[list[float]]:
         return [[0.01 + 0.001 * n + 1e-6 * context for n in num_tokens] for context in context_lens]
 

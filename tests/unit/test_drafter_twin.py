@@ -176,18 +176,24 @@ def test_many_rounds_of_batched_paged_drafting_equal_the_dense_twin(
             assert_like_twin(twin, life, draft, width, flavour.candidates)
 
 
+def runner_and_twin(
+    flavour: Flavour, tmp_path: Path, write_target: Callable[..., Path], num_blocks: int = 40
+) -> tuple[DraftRunner, DenseTwin]:
+    """On a Llama target, whatever the drafter's family."""
+    target = write_target(tmp_path / "target", "llama")
+    drafter = write_drafter(tmp_path / "drafter", target, flavour)
+    config = DrafterConfig(
+        str(drafter), str(target), "float32", "cpu", flavour.candidates, num_blocks=num_blocks, block_size=BLOCK_SIZE
+    )
+    return DraftRunner(replace(config, num_threads=1)), twin_of(drafter, target)
+
+
 @CHAIN_OR_BLOCK
 def test_context_beyond_one_padded_call_is_split_and_still_right(
     name: str, tmp_path: Path, write_target: Callable[..., Path]
 ) -> None:
-    target = write_target(tmp_path / "target", "llama")
     flavour = FLAVOURS[name]
-    drafter = write_drafter(tmp_path / "drafter", target, flavour)
-    config = DrafterConfig(
-        str(drafter), str(target), "float32", "cpu", flavour.candidates, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE
-    )
-    runner = DraftRunner(replace(config, num_threads=1))
-    twin = twin_of(drafter, target)
+    runner, twin = runner_and_twin(flavour, tmp_path, write_target, num_blocks=NUM_BLOCKS)
     requests = lives(np.random.default_rng(1), twin, 640)
     lengths = [3, 630, 0, 610, 17]
     messages = [life.take(n) for life, n in zip(requests, lengths, strict=True)]
@@ -199,14 +205,8 @@ def test_context_beyond_one_padded_call_is_split_and_still_right(
 def test_reused_slots_hold_the_rows_of_the_later_message(
     name: str, tmp_path: Path, write_target: Callable[..., Path]
 ) -> None:
-    target = write_target(tmp_path / "target", "llama")
     flavour = FLAVOURS[name]
-    drafter = write_drafter(tmp_path / "drafter", target, flavour)
-    config = DrafterConfig(
-        str(drafter), str(target), "float32", "cpu", flavour.candidates, num_blocks=40, block_size=BLOCK_SIZE
-    )
-    runner = DraftRunner(replace(config, num_threads=1))
-    twin = twin_of(drafter, target)
+    runner, twin = runner_and_twin(flavour, tmp_path, write_target)
     first, second = lives(np.random.default_rng(1), twin, 40)[:2]
     first.block_ids = second.block_ids = np.arange(1, 11, dtype=np.int32)
     messages = [first.take(9), second.take(9)]
@@ -219,13 +219,7 @@ def test_a_prefix_shared_by_two_requests_serves_both_whatever_follows_it(
     name: str, tmp_path: Path, write_target: Callable[..., Path]
 ) -> None:
     """The first block is one request's; the other finds it in the prefix cache and goes on with tokens of its own."""
-    target = write_target(tmp_path / "target", "llama")
-    drafter = write_drafter(tmp_path / "drafter", target, FLAVOURS[name])
-    config = DrafterConfig(
-        str(drafter), str(target), "float32", "cpu", FLAVOURS[name].candidates, num_blocks=40, block_size=BLOCK_SIZE
-    )
-    runner = DraftRunner(replace(config, num_threads=1))
-    twin = twin_of(drafter, target)
+    runner, twin = runner_and_twin(FLAVOURS[name], tmp_path, write_target)
     first, second = lives(np.random.default_rng(1), twin, 40)[:2]
     first.block_ids, second.block_ids = np.array([1, 2, 3], dtype=np.int32), np.array([1, 5, 4], dtype=np.int32)
     second.features[:BLOCK_SIZE] = first.features[:BLOCK_SIZE]
@@ -243,14 +237,8 @@ def test_a_prefix_shared_by_two_requests_serves_both_whatever_follows_it(
 def test_rows_that_overflow_reach_nobody_who_is_drafted_beside_them_or_gets_their_blocks_later(
     name: str, tmp_path: Path, write_target: Callable[..., Path]
 ) -> None:
-    target = write_target(tmp_path / "target", "llama")
     flavour = FLAVOURS[name]
-    drafter = write_drafter(tmp_path / "drafter", target, flavour)
-    config = DrafterConfig(
-        str(drafter), str(target), "float32", "cpu", flavour.candidates, num_blocks=40, block_size=BLOCK_SIZE
-    )
-    runner = DraftRunner(replace(config, num_threads=1))
-    twin = twin_of(drafter, target)
+    runner, twin = runner_and_twin(flavour, tmp_path, write_target)
     broken, longer, fine = lives(np.random.default_rng(1), twin, 40)[:3]
     broken.features[:] = torch.inf
     for life, first_block in ((broken, 1), (longer, 11), (fine, 21)):

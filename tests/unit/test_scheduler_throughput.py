@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler.ports import ROWS_PER_REQUEST
 from scheduler.throughput import (
     CostCurve,
     CurvePoints,
@@ -230,7 +231,7 @@ async def test_only_a_fast_device_is_measured_far_out(token_s: float, largest: i
 async def test_what_one_more_request_reads_is_measured() -> None:
     class Reads(ToyVerifier):
         async def measure(
-            self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = 8
+            self, num_tokens: Sequence[int], context_lens: Sequence[int], rows_per_request: int = ROWS_PER_REQUEST
         ) -> list[list[float]]:
             return [
                 [0.01 + 0.001 * n + 2e-6 * context * -(-n // rows_per_request) for n in num_tokens]
