@@ -225,19 +225,20 @@ def _serve(args: argparse.Namespace) -> int:
         # the imports alone take seconds
         from services.address import check_address, hold_address
         from services.ingress import behind_haproxy
-        from services.launch import check_access, check_cluster, serve_in_process, serve_with_ray
+        from services.launch import check_access, check_cluster, serve_with_ray
+        from services.launch_in_process import serve_in_process
 
         settings = settings_of(args)
         check_access(settings)
         check_address(settings.gateway.host, settings.gateway.port)
-        if not args.no_ray:
-            check_cluster()
-            # HAProxy shares its port with nobody: not with another server, and not with us
-            held = None if behind_haproxy() else hold_address(settings.gateway.host, settings.gateway.port)
-            with held or contextlib.nullcontext():
-                return run_behind(lambda: _status_of(lambda: serve_with_ray(settings)))
-        serve_in_process(settings)
-        return 0
+        if args.no_ray:
+            serve_in_process(settings)
+            end_now(0)  # a signal while the interpreter ends would be a traceback
+        check_cluster()
+        # HAProxy shares its port with nobody: not with another server, and not with us
+        held = None if behind_haproxy() else hold_address(settings.gateway.host, settings.gateway.port)
+        with held or contextlib.nullcontext():
+            return run_behind(lambda: _status_of(lambda: serve_with_ray(settings)))
 
 
 def _generate(args: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
-_KILLING_SIGNAL = 3
+KILLING_SIGNAL = 3
 
 Handler = Callable[[int, FrameType | None], None]
 
@@ -78,7 +78,8 @@ class _Forward:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self._count += 1
-        os.kill(self._server, number if self._count < _KILLING_SIGNAL else signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it ended, and what is left of its session is being killed
+            os.kill(self._server, number if self._count < KILLING_SIGNAL else signal.SIGKILL)
 
 
 def end_now(status: int) -> NoReturn:

@@ -1,15 +1,14 @@
-"""Runs the server until it is told to stop: on Ray Serve, or in this one process without Ray.
+"""Runs the server on Ray Serve until it is told to stop; services/launch_in_process.py is the same without Ray.
 
 Both answer on the same address with the same application, print one line when they are ready, and drain on SIGINT and
-SIGTERM: no new requests, running streams finish within `gateway.drain_s`; a second signal does not wait for them.
+SIGTERM: no new requests, running streams finish within `gateway.drain_s`; a second signal does not wait for them and raises
+Stopped.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-import math
 import os
 import re
 import signal
@@ -19,27 +18,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from scheduler.errors import Failed, SettingsError
 from services.access import check_exposure
-from services.foreground import STOP_SIGNALS, Stopped, on_stop_signals
+from services.foreground import Stopped, on_stop_signals
 from services.gateway.request_trace import check_tracing
 from services.ingress import described, why_haproxy_failed
-from services.logs import configure
 from services.settings import Settings
-
-if TYPE_CHECKING:
-    from services.engine import Engine
 
 APPLICATION = "dspark"
 _CONNECT_S = 5.0
 _LOOK_S = 1.0
 _REMOVAL_S = 20.0
 _SHUTDOWN_S = 10.0
-_LAST_WORDS_S = 3.0
+LAST_WORDS_S = 3.0
 
 
 def check_cluster() -> None:
@@ -117,7 +111,7 @@ def serve_with_ray(settings: Settings) -> None:
         while not stop.wait(_LOOK_S):
             check_alive(daemons)
         say("draining")
-    except RayDied:
+    except (RayDied, Stopped):
         drains = False
         raise
     finally:
@@ -229,7 +223,7 @@ def _stop_ray(drain_s: float) -> None:
     began_s = time.monotonic()
     _within(drain_s + _REMOVAL_S, lambda: serve.delete(APPLICATION, _blocking=drain_s > 0))
     if drain_s and time.monotonic() - began_s >= drain_s:
-        time.sleep(_LAST_WORDS_S)  # the proxies are telling clients that their gateway was cut off
+        time.sleep(LAST_WORDS_S)  # the proxies are telling clients that their gateway was cut off
     _within(_SHUTDOWN_S, ray.shutdown)
 
 
@@ -243,86 +237,3 @@ def _within(timeout_s: float, work: Callable[[], None]) -> None:
     thread = threading.Thread(target=quietly, daemon=True)
     thread.start()
     thread.join(timeout_s)
-
-
-def serve_in_process(settings: Settings) -> None:
-    """Gateway, scheduler and workers in this process, under uvicorn. Raises Stopped like serve_with_ray."""
-    if settings.groups > 1:
-        raise SettingsError(
-            f"groups: one process is one engine group, not {settings.groups}; set groups to 1, or leave out --no-ray"
-        )
-    from uvicorn.loops.auto import auto_loop_factory
-
-    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
-        runner.run(_serve_in_process(settings))
-
-
-async def _serve_in_process(settings: Settings) -> None:
-    """The models load while the server already answers /health and says on /ready what it waits for."""
-    from services.engine import Engine
-    from services.gateway.app import create_app
-    from services.workers import launch_colocated
-
-    configure("server", settings.log_config())
-    engine = Engine(settings, launch_colocated, tell=lambda phase: say(phase) if phase else None)
-    app = create_app(engine, settings.gateway_config())
-    server = _server(app, settings)
-    starting = asyncio.create_task(_start(engine, app.state.gateway.loaded, server, settings))
-    stopped: list[int] = []
-    told = asyncio.Event()
-    for number in STOP_SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, _ask_to_stop, server, number, stopped, told)
-    ending = asyncio.create_task(_end_in_time(engine, told, settings.gateway.drain_s))
-    await server.serve()
-    ending.cancel()
-    await asyncio.wait({ending})
-    if not starting.done():
-        starting.cancel()
-    await asyncio.wait({starting})
-    if starting.cancelled():
-        raise Stopped(stopped[0])
-    if (error := starting.exception()) is not None:
-        await engine.stop()
-        raise error
-    await engine.stop()
-
-
-async def _end_in_time(engine: Engine, told: asyncio.Event, drain_s: float) -> None:
-    """What still runs when the time is up ends with an error of its own, while there is a server that can say it."""
-    await told.wait()
-    await asyncio.sleep(drain_s)
-    await engine.stop()
-
-
-async def _start(engine: Engine, loaded: asyncio.Event, server: Any, settings: Settings) -> None:
-    try:
-        await engine.start()
-        await loaded.wait()
-        say(ready_line(settings))
-    except BaseException:
-        server.should_exit = True
-        raise
-
-
-def _server(app: Any, settings: Settings) -> Any:
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        """Leaves signals to us: uvicorn would raise them again when it is done and so end the process half-way."""
-
-        def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-            return contextlib.nullcontext()
-
-    gateway = settings.gateway
-    longest_s = math.ceil(gateway.drain_s + _LAST_WORDS_S)
-    return Server(
-        uvicorn.Config(app, host=gateway.host, port=gateway.port, log_config=None, timeout_graceful_shutdown=longest_s)
-    )
-
-
-def _ask_to_stop(server: Any, number: int, stopped: list[int], told: asyncio.Event) -> None:
-    """The second time without waiting for running streams."""
-    stopped.append(number)
-    told.set()
-    server.force_exit = server.should_exit
-    server.should_exit = True

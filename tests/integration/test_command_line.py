@@ -241,6 +241,25 @@ def test_what_still_runs_or_waits_when_the_time_to_drain_is_up_ends_with_an_erro
         assert last == "[DONE]" or json.loads(last)["error"]["code"] == "shutting_down"
 
 
+def test_a_second_signal_cuts_what_runs_and_is_the_exit_status_with_one_line(serve_flags):
+    running = Server(["--no-ray", *serve_flags])
+    try:
+        running.wait_ready()
+        body = {"model": "golden", "prompt": "hello", "max_tokens": 400, "stream": True}
+        with running.client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            running.process.send_signal(signal.SIGTERM)
+            running.process.send_signal(signal.SIGINT)
+            last = [line for line in lines if line][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert running.process.wait(timeout=20) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+        said = [line for line in running.rest().splitlines() if " INFO " not in line]
+        assert said in (["dspark: stopped by SIGINT"], ["dspark: stopped by SIGTERM"])
+    finally:
+        running.kill()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_server_that_is_stopped_while_it_starts_ends_at_once_with_one_line(serve_flags, tmp_path, number):
     starting = Server(["--no-ray", *serve_flags, "--set", f"cache_dir={tmp_path}"])

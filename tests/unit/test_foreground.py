@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from services.foreground import _Forward
+
 SERVER = """
 import subprocess, sys, time
 from services.foreground import Stopped, run_behind
@@ -102,3 +104,9 @@ def test_a_server_whose_foreground_is_killed_is_told_to_stop(running):
     process.kill()
     assert process.stdout.read() == "alive SIGTERM\n"
     assert gone(worker)
+
+
+def test_a_signal_for_a_server_that_has_just_ended_is_nothing():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    _Forward(ended.pid)(signal.SIGTERM, None)
