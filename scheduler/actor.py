@@ -46,7 +46,9 @@ class SchedulerActor:
         curve_path: str | os.PathLike[str] | None = None,
         curve_key: Mapping[str, str] | str | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[str], None] = lambda phase: None,
     ) -> None:
+        """tell: hears what `start` does with the cost curve, when that takes its time."""
         check_config(config)
         self._config = config
         self._verifier = verifier
@@ -55,6 +57,7 @@ class SchedulerActor:
         self._curve_key = {"machine": curve_key} if isinstance(curve_key, str) else dict(curve_key or {})
         self._curve_note = "none was measured at start"
         self._clock = clock
+        self._tell = tell
         self._loop: ServingLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._refusal: ServingError | None = ShuttingDown("the scheduler has not been started")
@@ -240,6 +243,7 @@ class SchedulerActor:
         try:
             if (saved := await self._saved_curve(key, drafter)) is not None:
                 return saved
+            self._tell("measuring the cost curve")
             curve = await self._measure_curve(verifier, drafter)
         except Exception as error:
             logger.warning("no cost curve, so no draft is trimmed: %s: %s", type(error).__name__, error)
@@ -256,6 +260,7 @@ class SchedulerActor:
         except CurveRejected as error:
             logger.info("measuring the cost curve: %s", error)
             return None
+        self._tell("checking the saved cost curve")
         if await still_holds(curve, self._patient(self._verifier)):
             return curve
         logger.info("measuring the cost curve: steps take another time now than when it was saved")

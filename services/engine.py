@@ -104,7 +104,7 @@ class Engine:
         return self._workers
 
     async def start(self) -> None:
-        """Loads both models and measures the cost curve; raises SettingsError when something cannot work."""
+        """Loads both models, checks or measures the cost curve; raises SettingsError when something cannot work."""
         try:
             self._enter(loading_phase(self._settings))
             workers = self._workers = await self._launch(self._settings)
@@ -115,8 +115,8 @@ class Engine:
                 workers.drafter,
                 curve_path=curve_path(self._settings, key),
                 curve_key=key,
+                tell=self._enter,
             )
-            self._enter("measuring the cost curve")
             await actor.start()
             self._actor = actor
             logger.info("the engine is ready: %s", workers.card.name)

@@ -103,7 +103,7 @@ def serve_with_ray(settings: Settings) -> None:
             raise Stopped(signal.SIGTERM)
         if not joined:
             say(described())
-        say(f"starting {settings.model_name} (the first start converts weights and measures the cost curve)")
+        say(f"starting {settings.model_name}")
         daemons = own_daemons()
         _deploy_until_ready(settings, stop, lambda: check_alive(daemons))
         drains = True

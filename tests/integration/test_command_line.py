@@ -92,10 +92,13 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("make", [Terminal, io.StringIO])
-def test_generate_says_what_it_waits_for_and_on_a_terminal_leaves_nothing_of_it(flags, capsys, monkeypatch, make):
+def test_generate_says_what_it_waits_for_and_on_a_terminal_leaves_nothing_of_it(
+    flags, capsys, monkeypatch, tmp_path, make
+):
     monkeypatch.setattr(sys, "stderr", shown := make())
     monkeypatch.setattr("services.generate._SILENT_S", 0.0)
-    assert main(["generate", *flags, "--max-tokens", "4", "hello"]) == 0
+    fresh = ["--set", f"cache_dir={tmp_path}"]
+    assert main(["generate", *flags, *fresh, "--max-tokens", "4", "hello"]) == 0
     if not shown.isatty():
         assert shown.getvalue() == "loading the models ...\nmeasuring the cost curve ...\n"
         return

@@ -710,16 +710,19 @@ async def test_a_saved_curve_that_no_longer_holds_is_measured_again(tmp_path: Pa
     """It may have been measured while the machine was busy with something else."""
     path = tmp_path / "c.json"
     verifier, drafter = toys()
-    async with serving(verifier, drafter, CONFIG, curve_path=path):
-        pass
+    told: list[str] = []
+    async with serving(verifier, drafter, CONFIG, curve_path=path, tell=told.append):
+        assert told == ["measuring the cost curve"]
     usual = verifier.measure
 
     async def measure(num_tokens: Sequence[int], context_lens: Sequence[int], rows: int = 8) -> list[list[float]]:
         return [[slower * seconds for seconds in row] for row in await usual(num_tokens, context_lens)]
 
     verifier.measure = measure  # type: ignore[method-assign]
-    async with serving(verifier, drafter, CONFIG, curve_path=path) as actor:
+    told.clear()
+    async with serving(verifier, drafter, CONFIG, curve_path=path, tell=told.append) as actor:
         assert (await actor.snapshot()).curve_from_file is kept
+    assert told == ["checking the saved cost curve", *([] if kept else ["measuring the cost curve"])]
     async with serving(verifier, drafter, CONFIG, curve_path=path) as actor:
         assert (await actor.snapshot()).curve_from_file
 
