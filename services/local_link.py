@@ -13,7 +13,6 @@ import itertools
 import logging
 import pickle
 import shutil
-import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Any, cast
 
 from scheduler.errors import SchedulerLost, ServingError
 from scheduler.wire import Delta, Request
+from services.link_folder import SOCKET, make_folder
 
 logger = logging.getLogger(__name__)
 
@@ -164,12 +164,12 @@ class Door:
     @property
     def path(self) -> str:
         """Empty when it is not open."""
-        return str(self._folder / "link") if self._folder is not None and self._server is not None else ""
+        return str(self._folder / SOCKET) if self._folder is not None and self._server is not None else ""
 
     async def open(self) -> None:
         """Raises OSError."""
-        self._folder = Path(tempfile.mkdtemp(prefix="dspark-"))
-        path = str(self._folder / "link")
+        self._folder = await asyncio.to_thread(make_folder)
+        path = str(self._folder / SOCKET)
         self._server = await asyncio.get_running_loop().create_unix_server(lambda: Visitor(self), path)
 
     async def close(self) -> None:
