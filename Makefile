@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: serve test lint lossless fuzz vanish gateway-cost bench measure clean
+.PHONY: serve test lint lossless fuzz vanish gateway-cost train-demo bench measure clean
 
 serve: $(VENV)/.serve
 	$(BIN)/dspark serve

@@ -119,7 +119,11 @@ class SchedulerSettings(_Section):
 
 
 class KvSettings(_Section):
-    """num_blocks 0 derives it from cache_bytes, and that from the context length times max_live."""
+    """block_size: tokens of a block. num_blocks: blocks; 0: as many as cache_bytes holds.
+
+    cache_bytes: memory of the target's KV cache on its device; 0: room for the context length, but at most 1,024 tokens, for
+    each of scheduler.max_live requests, and for one whole context at least.
+    """
 
     block_size: int = Field(default=16, ge=1, le=_MOST)
     num_blocks: int = Field(default=0, ge=0, le=_MOST)

@@ -12,7 +12,8 @@ class VerifierConfig:
     dtype: `auto` (bfloat16 where the device computes in it, else float32), `bfloat16`, `float32`, `float64` (tests).
     device: `auto`, `cpu`, `cuda`, `cuda:N`.
     capture_layers: decoder layers whose raw outputs the drafter wants (0-based; -1 is the embedding output).
-    num_blocks: KV blocks; 0 derives it from kv_cache_bytes, and that from max_model_len x max_live where it is 0.
+    num_blocks: KV blocks; 0: as many as kv_cache_bytes holds, and where that is 0 too, room for max_model_len, but at most
+        1,024 tokens, for each of max_live requests, and for one of max_model_len at least.
     num_threads: torch threads of this process; 0 is one per usable core.
     cache_dir: where weights converted from GGUF are kept; empty is ~/.cache/dspark.
     """

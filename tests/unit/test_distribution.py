@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,13 @@ def test_the_wheel_holds_the_four_packages_their_sources_and_nothing_else(tmp_pa
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == PACKAGES
     assert "verifier/native.c" in names and "scheduler/py.typed" in names
+
+
+def test_make_runs_what_is_no_file_also_where_a_file_has_its_name() -> None:
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    targets = {found[1] for line in lines if (found := re.match(r"([\w-]+):(?!=)", line))}
+    (phony,) = (line.removeprefix(".PHONY:").split() for line in lines if line.startswith(".PHONY:"))
+    assert "train-demo" in targets and set(phony) == targets
 
 
 def test_make_tells_of_every_step_that_installs_before_it_runs(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import pickle
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -14,8 +15,9 @@ import yaml
 from scheduler.config import SchedulerConfig
 from scheduler.errors import SettingsError
 from services import demo
-from services.settings import SchedulerSettings, Settings, known_keys, load_settings, variable_name
+from services.settings import KvSettings, SchedulerSettings, Settings, known_keys, load_settings, variable_name
 from verifier.config import VerifierConfig
+from verifier.runner import _DEFAULT_TOKENS_PER_REQUEST
 
 
 @pytest.fixture(autouse=True)
@@ -373,3 +375,12 @@ def test_a_share_of_gpus_is_of_one_or_whole(name):
     assert getattr(load_settings(args={"resources": {name: 2.0}}).resources, name) == 2
     with pytest.raises(SettingsError, match=rf"^resources\.{name}: above 1 Ray takes whole devices only"):
         load_settings(args={"resources": {name: 1.5}})
+
+
+def test_what_is_said_of_the_default_kv_cache_is_what_the_verifier_does() -> None:
+    capped = f"at most {_DEFAULT_TOKENS_PER_REQUEST:,} tokens"
+    root = Path(__file__).resolve().parents[2]
+    for text in (KvSettings.__doc__, VerifierConfig.__doc__, (root / "docs" / "operating.md").read_text()):
+        assert capped in " ".join((text or "").split())
+    for name in KvSettings.model_fields:
+        assert f"{name}: " in (KvSettings.__doc__ or "")
