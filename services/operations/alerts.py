@@ -160,11 +160,21 @@ ALERTS = (
     ),
     Alert(
         "DsparkSchedulerDown",
-        "max by (job, group) (dspark_scheduler_up) == 0",
+        # one that was never up is not down: a large model takes its time to load
+        "max by (job, group) (dspark_scheduler_up) == 0 and max by (job, group) (max_over_time(dspark_scheduler_up[30m])) == 1",
         2,
         "critical",
-        "No gateway of {{ $labels.job }} reaches the scheduler of group {{ $labels.group }}",
+        "No gateway of {{ $labels.job }} reaches the scheduler of group {{ $labels.group }} any more",
         "Its requests end with 503; new ones go to other groups, and get 503 where there is none.",
+        "scheduler-down",
+    ),
+    Alert(
+        "DsparkNotReady",
+        "max by (job, group) (dspark_scheduler_up) == 0",
+        30,
+        "critical",
+        "The scheduler of group {{ $labels.group }} of {{ $labels.job }} has not been ready for half an hour",
+        "It does not get ready at all, or its model takes longer to load than the start may take; /ready says what is under way.",
         "scheduler-down",
     ),
     Alert(

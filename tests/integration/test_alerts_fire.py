@@ -46,6 +46,7 @@ CAUSED_ON_RAY = {"DsparkWorkerLost", "DsparkVerifierDown"}
 # The cause cannot be had in a test's time; promtool plays it (tests/data/alerts.yaml).
 PLAYED_ONLY = {
     "DsparkSlowFirstToken": "first tokens of ten seconds and more",
+    "DsparkNotReady": "a scheduler that is away for half an hour",
     "DsparkStalled": "a minute without a step",
     "DsparkCostCurveStale": "a machine that changes its speed",
     "DsparkDrafterDown": "a drafter that stays away though it is started again",

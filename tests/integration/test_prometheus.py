@@ -32,6 +32,7 @@ EMPTY = {
     "DsparkCostCurveMissing": HEALTHY,
     "DsparkCostCurveMissing, without its threshold": "the series is there only while a reason is",
     "DsparkDrafterDown": HEALTHY,
+    "DsparkNotReady": HEALTHY,
     "DsparkQueueGrows": HEALTHY,
     "DsparkSchedulerDown": HEALTHY,
     "DsparkSlowFirstToken": HEALTHY,
