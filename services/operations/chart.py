@@ -15,6 +15,8 @@ CHART = Path("helm/dspark-serve")
 
 # What the chart sets itself, and what must not stand in values because Serve's config can be read by everybody on the cluster.
 OWNED = ("gateway.host", "gateway.auth.keys", "gateway.auth.keys_file")
+# What the server checks by code: Helm shows the expression, so it reads as the list of what may be written.
+_FORMS = {"scheduler.planner": r"^(auto|algorithm1|off|fixed:[1-9][0-9]*|threshold:(0|1|0?[.][0-9]+|1[.]0+))$"}
 # YAML reads a bare `off` as false, and so does the server.
 _MAY_BE_OFF = ("scheduler.planner", "gateway.reasoning", "gateway.speculation_metrics", "gateway.access_log.to")
 
@@ -153,6 +155,8 @@ def _plain(schema: Schema, definitions: Schema, path: tuple[str, ...]) -> Schema
         schema = definitions[schema["$ref"].rpartition("/")[2]]
     kept = {key: value for key, value in schema.items() if key not in ("title", "$defs", "default", "description")}
     if "properties" not in schema:
+        if form := _FORMS.get(".".join(path)):
+            kept["pattern"] = form
         return {"anyOf": [kept, {"const": False}]} if ".".join(path) in _MAY_BE_OFF else kept
     kept["properties"] = {
         name: _plain(each, definitions, (*path, name))

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from scheduler.errors import SettingsError
 from services.access import check_exposure
 from services.gateway.proxy_answers import ENVIRONMENT as PROXY_ENVIRONMENT
 from services.operations.__main__ import generated
@@ -211,6 +212,29 @@ def test_haproxy_takes_the_place_of_serves_proxy_on_all_pods_and_cuts_no_stream_
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
     }
     assert all(f'"{name}"' in read for name in added)
+
+
+PLANNERS = ("auto", "algorithm1", "off", False, "fixed:1", "fixed:12", "threshold:0", "threshold:0.35", "threshold:1")
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_planner_that_the_server_knows_may_stand_in_values(chart, planner):
+    chart.validate_schema({**KEYS, "settings": {"scheduler": {"planner": planner}}})
+    assert load_settings(args={"scheduler": {"planner": planner}}).scheduler.planner == (planner or "off")
+
+
+@pytest.mark.parametrize(
+    "planner",
+    ["best", "Auto", "auto:1", "fixed", "fixed:0", "fixed:1.5", "threshold", "threshold:2", "threshold:x", True],
+)
+def test_a_planner_that_nobody_knows_is_refused_before_anything_is_deployed_with_the_forms_that_there_are(
+    chart, planner
+):
+    with pytest.raises(helm.HelmError, match=r"auto\|algorithm1\|off\|fixed:.*\|threshold:|want string") as refused:
+        chart.validate_schema({**KEYS, "settings": {"scheduler": {"planner": planner}}})
+    assert "/settings/scheduler/planner" in str(refused.value)
+    with pytest.raises(SettingsError, match=r"scheduler\.planner"):
+        load_settings(args={"scheduler": {"planner": planner}})
 
 
 def test_proxies_are_watched_as_dspark_serve_watches_them_by_variables_that_this_ray_reads(chart):
