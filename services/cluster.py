@@ -27,6 +27,17 @@ SERVE_ENVIRONMENT = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
 }
 
+# What Ray's own processes are told so that they leave the processors to ours; whoever sets one of them keeps what was set. On a
+# cluster that is joined it has to be in the environment of each node, as the chart puts it.
+QUIET_ENVIRONMENT = {
+    # Ten looks a second of Serve's controller at what runs take more of a processor than all chunks of 16 streams in HAProxy.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
+    # Each process of Serve hands its metrics on ten times a second; nobody reads them so often.
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "2000",
+    # Ray's own is 15: below its daemons, of which none is waited for.
+    "RAY_worker_niceness": "0",
+}
+
 _OBJECT_STORE_BYTES = 256 * 1024 * 1024
 _CONNECT_S = 1.0
 
@@ -43,12 +54,8 @@ def start_ray(settings: Settings) -> None:
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
-    # Ten looks a second of Serve's controller at what runs take more of a processor than all chunks of 16 streams in HAProxy.
-    os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.25")
-    # Each process of Serve hands its metrics on ten times a second; nobody reads them so often.
-    os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "2000")
-    # Ray's own is 15: below its daemons, of which none is waited for.
-    os.environ.setdefault("RAY_worker_niceness", "0")
+    for name, value in QUIET_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     os.environ.update(SERVE_ENVIRONMENT | ingress_environment())
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if os.environ.get("RAY_ADDRESS"):

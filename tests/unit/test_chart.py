@@ -237,15 +237,17 @@ def test_a_planner_that_nobody_knows_is_refused_before_anything_is_deployed_with
         load_settings(args={"scheduler": {"planner": planner}})
 
 
-def test_proxies_are_watched_as_dspark_serve_watches_them_by_variables_that_this_ray_reads(chart):
+def test_pods_have_the_variables_that_dspark_serve_sets_and_this_ray_reads_them(chart):
+    from ray._private.ray_constants import RAY_WORKER_NICENESS
     from ray.serve._private import constants
 
-    from services.cluster import SERVE_ENVIRONMENT
+    from services.cluster import QUIET_ENVIRONMENT, SERVE_ENVIRONMENT
 
     read = Path(constants.__file__).read_text()
     for pod in pods(objects(chart, KEYS)):
         set_here = {name: value for name, value in variables(pod).items() if name.startswith("RAY_SERVE_")}
-        assert set_here.items() >= SERVE_ENVIRONMENT.items() and len(set_here) == 5
+        assert set_here.items() >= SERVE_ENVIRONMENT.items() and len(set_here) == 7
+        assert variables(pod).items() >= QUIET_ENVIRONMENT.items() and RAY_WORKER_NICENESS in QUIET_ENVIRONMENT
         assert all(f'"{name}"' in read for name in set_here)
     given = {"healthCheckPeriodSeconds": 0.5, "healthCheckTimeoutSeconds": 3, "readyCheckTimeoutSeconds": 60}
     changed = variables(pods(objects(chart, {**KEYS, "serveProxy": given}))[0])

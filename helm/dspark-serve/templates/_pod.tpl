@@ -129,6 +129,10 @@ spec:
 - {name: HOME, value: /tmp}
 - {name: HF_HOME, value: /cache/huggingface}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+{{- /* As `dspark serve` sets them: Ray's own processes leave the processors to ours (services/cluster.py). */}}
+- {name: RAY_worker_niceness, value: "0"}
+- {name: RAY_SERVE_CONTROL_LOOP_INTERVAL_S, value: "0.25"}
+- {name: RAY_SERVE_METRICS_EXPORT_INTERVAL_MS, value: "2000"}
 - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "services.gateway.proxy_answers:middlewares"}
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: {{ $values.serveProxy.healthCheckPeriodSeconds | quote }}}
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S, value: {{ $values.serveProxy.healthCheckTimeoutSeconds | quote }}}
