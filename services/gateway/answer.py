@@ -67,6 +67,11 @@ class AnswerResponse(Response):
         leaders = self._choices[:: self._job.num_choices]
         return sum(choice.usage.cached_tokens for choice in leaders if choice.usage is not None)
 
+    @property
+    def _is_settled(self) -> bool:
+        """The engine said what the prefix cache gave."""
+        return all(choice.usage is not None for choice in self._choices[:: self._job.num_choices])
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outcome, status = "cancelled", 499
         try:
@@ -126,13 +131,15 @@ class AnswerResponse(Response):
             events = opening + b"".join(self._events(choice, pieces) for choice, pieces in taken)
             if not taken:
                 events += await self._keep_alive()
+            if self._ended and (self._is_settled or not self._job.fields.include_usage):
+                break
             if events:
                 await _send_body(send, events)
+            opening = events = b""
             if self._ended:
                 break
-            opening = b""
             taken = await self._take(live, self._config.keepalive_s)
-        await _send_body(send, await self._ending(live), more=False)
+        await _send_body(send, events + await self._ending(live), more=False)
 
     async def _keep_alive(self) -> bytes:
         """A comment; before the first token it says where in the queue the request is."""
@@ -184,10 +191,9 @@ class AnswerResponse(Response):
     async def _settle(self, live: LiveChoices) -> None:
         """After a stop string the engine still has to say what the prefix cache gave; it was asked to stop and is waited
         for, a moment."""
-        leaders = self._choices[:: self._job.num_choices]
         deadline = time.monotonic() + _LAST_DELTA_TIMEOUT_S
         with contextlib.suppress(ServingError):
-            while any(choice.usage is None for choice in leaders) and (left := deadline - time.monotonic()) > 0:
+            while not self._is_settled and (left := deadline - time.monotonic()) > 0:
                 await self._take(live, left)
 
     def _usage(self) -> dict[str, Any]:

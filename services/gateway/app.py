@@ -29,7 +29,8 @@ from services.gateway.loaded_model import LoadedModel
 from services.gateway.openapi import document
 from services.gateway.rate_limiting import RateLimiting
 from services.gateway.request_trace import check_tracing
-from services.gateway.routes import router
+from services.gateway.routes import GENERATING, router
+from services.gateway.short_way import ShortWay
 from services.gateway.subscription import Scheduler
 from services.metrics import GatewayMetrics
 from services.model_card import ModelCard
@@ -129,6 +130,7 @@ def create_app(scheduler: Schedulers, config: GatewayConfig, *, request_ids: boo
     app.add_exception_handler(ServingError, _on_serving_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     # The last one added is the first that a request meets.
+    app.add_middleware(ShortWay, endpoints=GENERATING)
     app.add_middleware(RateLimiting, anonymous=config.anonymous_limits, metrics=gateway.metrics)
     app.add_middleware(Authentication, config=config.auth, metrics=gateway.metrics)
     if config.tracing.endpoint:

@@ -1,7 +1,6 @@
 """Chat completions on the wire: chunks and the unary body.
 
-The chunk of a round is built by hand: it is the path that runs thousands of times a second, and all of it but its text is
-constant.
+Chunks are built by hand: the path of a round's runs thousands of times a second, and all of it but its text is constant.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 from services.gateway.choice import Choice, Piece
 from services.gateway.logprobs import chat_logprobs
 from services.gateway.message_delta import ToolCallDelta
-from services.gateway.stream import Gathered, Identity, dump, event
+from services.gateway.stream import Gathered, Identity, dump
 from services.gateway.text import Tokenizer
 
 
@@ -29,10 +28,11 @@ class ChatOutput:
         mark_drafted: bool = False,
     ) -> None:
         self._identity, self._tokenizer = identity, tokenizer
-        self._include_usage, self._logprobs, self._mark_drafted = include_usage, logprobs, mark_drafted
+        self._logprobs, self._mark_drafted = logprobs, mark_drafted
         self._head = "data: " + dump(identity.fields("chat.completion.chunk"))[:-1]
         usage = ',"usage":null' if include_usage else ""
-        self._tail = f'}},"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'
+        self._end = f"]{usage}}}\n\n"
+        self._tail = f'}},"logprobs":null,"finish_reason":null}}{self._end}'
 
     def opening(self, index: int) -> bytes:
         return self._chunk(index, {"role": "assistant", "content": ""}, None, None)
@@ -55,7 +55,7 @@ class ChatOutput:
         return self._chunk(choice.index, {}, None, choice.finish_reason)
 
     def usage(self, usage: dict[str, Any], extra: dict[str, Any]) -> bytes:
-        return event(self._identity.fields("chat.completion.chunk") | {"choices": [], "usage": usage} | extra)
+        return f"{self._head},{dump({'choices': [], 'usage': usage} | extra)[1:]}\n\n".encode()
 
     def body(self, gathered: Sequence[Gathered], usage: dict[str, Any], extra: dict[str, Any]) -> bytes:
         choices = [self._whole(each) for each in gathered]
@@ -66,8 +66,7 @@ class ChatOutput:
         self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, finish_reason: str | None
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
-        return event(self._identity.fields("chat.completion.chunk") | {"choices": [choice]} | usage)
+        return f'{self._head},"choices":[{dump(choice)}{self._end}'.encode()
 
     def _whole(self, gathered: Gathered) -> dict[str, Any]:
         piece = gathered.piece()

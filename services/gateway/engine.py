@@ -18,6 +18,7 @@ from scheduler.stats import SchedulerStats
 from scheduler.wire import Request
 from services.gateway.config import GatewayConfig
 from services.gateway.subscription import Inbox, Scheduler, Subscription
+from services.gateway.within import within
 from services.model_card import ModelCard
 
 logger = logging.getLogger(__name__)
@@ -106,8 +107,7 @@ class EngineClient:
 
     async def _bounded(self, call: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         try:
-            async with asyncio.timeout(self._config.call_timeout_s if timeout_s is None else timeout_s):
-                return await call
+            return await within(self._config.call_timeout_s if timeout_s is None else timeout_s, call)
         except TimeoutError:
             raise SchedulerLost("the scheduler does not answer: it starts, or the server shuts down") from None
 

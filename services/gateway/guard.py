@@ -3,7 +3,6 @@ a client that takes nothing of its answer is given up."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import uuid
@@ -14,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from scheduler.errors import InternalFault
 from services.gateway.errors import plain_error
 from services.gateway.exchange import Exchange
+from services.gateway.within import within
 from services.logs import about
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,7 @@ class Guard:
                 if self._answers_id:
                     MutableHeaders(scope=message)[REQUEST_ID] = request_id
             try:
-                async with asyncio.timeout(self._stalled_s):
-                    await send(message)
+                await within(self._stalled_s, send(message))
             except TimeoutError:
                 raise ClientStalled(f"the client took nothing of its answer for {self._stalled_s:g} s") from None
 

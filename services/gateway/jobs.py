@@ -94,7 +94,9 @@ async def chat_job(
     chat: ChatRequest, model: LoadedModel, config: GatewayConfig, *, speculation_header: str | None, arrived_s: float
 ) -> Job:
     prompt_ids, use = await model.prompt_ids(chat), chat.tool_use()
-    thought = thought_after(model.dialect, model.tokenizer.decode(prompt_ids[-_PROMPT_END:]))
+    thought = NO_THOUGHT
+    if model.dialect.thinks:
+        thought = thought_after(model.dialect, model.tokenizer.decode(prompt_ids[-_PROMPT_END:]))
     grammar = await _grammar(chat.constraint(), use, model.dialect, thought)
     params = sampling_params(chat, model.card, len(prompt_ids), grammar=grammar)
     new_parser: NewParser = ContentOnly

@@ -100,6 +100,7 @@ class LiveChoices:
         self._each = [LiveRequest(client, request, self._arrived) for request in requests]
         self._num_choices = num_choices
         self._began_s = time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> LiveChoices:
         try:
@@ -118,24 +119,35 @@ class LiveChoices:
     async def take(self, timeout_s: float | None = None) -> list[tuple[int, list[Delta]]]:
         """(index, deltas) of every choice that has some, waiting for the first; empty after `timeout_s`. Raises how a
         request failed."""
-        # A timer of the loop instead of asyncio.timeout: this runs for every chunk of every stream.
-        timer, late = None, asyncio.Event()
-        if timeout_s is not None:
-            timer = asyncio.get_running_loop().call_later(timeout_s, self._give_up, late)
-        try:
-            while not (taken := self._take_ready()) and not late.is_set():
-                await self._arrived.wait()
-        finally:
-            if timer is not None:
-                timer.cancel()
+        loop = asyncio.get_running_loop()
+        late_s = None if timeout_s is None else loop.time() + timeout_s
+        # What has arrived rings: without a ring there is nothing to look for.
+        while not (self._arrived.is_set() and (taken := self._take_ready())):
+            if late_s is not None:
+                if loop.time() >= late_s:
+                    return []
+                self._look_again(loop, late_s)
+            await self._arrived.wait()
         if self._num_choices > 1:
             for index, _ in taken:
                 await self._open_followers(index)
         return taken
 
-    def _give_up(self, late: asyncio.Event) -> None:
-        late.set()
+    def _look_again(self, loop: asyncio.AbstractEventLoop, at_s: float) -> None:
+        """Whoever waits looks again at that time, or earlier. One timer lasts for many chunks: this runs for each."""
+        if self._timer is not None and self._timer.when() <= at_s:
+            return
+        self._stop_timer()
+        self._timer = loop.call_at(at_s, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
         self._arrived.set()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def cancel(self, index: int) -> None:
         self._each[index].cancel()
@@ -143,8 +155,9 @@ class LiveChoices:
     def _take_ready(self) -> list[tuple[int, list[Delta]]]:
         self._arrived.clear()
         taken = [(index, deltas) for index, each in enumerate(self._each) if (deltas := each.take())]
-        if any(each.has_mail for each in self._each):
-            self._arrived.set()
+        for each in self._each:
+            if each.has_mail:
+                self._arrived.set()
         return taken
 
     async def _open_followers(self, leader: int) -> None:
@@ -159,5 +172,6 @@ class LiveChoices:
         await self._each[index].open(timeout_s)
 
     def _close(self) -> None:
+        self._stop_timer()
         for each in self._each:
             each.close()

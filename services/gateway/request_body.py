@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from scheduler.errors import Cancelled
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import BodyTooLarge, BodyTooSlow
+from services.gateway.within import within
 
 _LARGE_BODY_BYTES = 64 * 1024
 
@@ -21,8 +22,7 @@ T = TypeVar("T")
 async def read_body(request: Request, config: GatewayConfig, parse: Callable[[bytes], T]) -> T:
     """The parsed body. Large ones are parsed in a thread: other streams must not wait for them."""
     try:
-        async with asyncio.timeout(config.stalled_s):
-            body = await _whole(request, config.max_body_bytes)
+        body = await within(config.stalled_s, _whole(request, config.max_body_bytes))
     except TimeoutError:
         raise BodyTooSlow(f"the request body did not arrive within {config.stalled_s:g} s") from None
     return parse(body) if len(body) <= _LARGE_BODY_BYTES else await asyncio.to_thread(parse, body)

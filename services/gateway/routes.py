@@ -19,6 +19,7 @@ from services.gateway.fields import GenerationFields
 from services.gateway.jobs import Job, chat_job, completion_job
 from services.gateway.parsing import parse_chat, parse_completion
 from services.gateway.request_body import read_body
+from services.gateway.short_way import Endpoint
 from services.gateway.speculation import HEADER as SPECULATION_HEADER
 from services.gateway.tokens import detokenize, parse_detokenize, parse_tokenize, tokenize
 from services.metrics import CONTENT_TYPE
@@ -69,6 +70,10 @@ async def _answer(
         job = job.timed()
         exchange.trace.begin(job.requests)
     return AnswerResponse(job, gateway.client, gateway.config, gateway.metrics, exchange.trace)
+
+
+# Past FastAPI's routing too (short_way.py).
+GENERATING: dict[str, Endpoint] = {"/v1/chat/completions": chat_completions, "/v1/completions": completions}
 
 
 @router.post("/tokenize", **openapi.TOKENIZE)

@@ -127,10 +127,10 @@ class Detokeniser:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = tokenizer.strips_first_space
 
-    def push(self, token_id: int) -> str:
-        if token_id in self._shown_ids:
-            return self._emit(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
-        return self._emit(self._decoder.decode(self._tokenizer.piece(token_id)))
+    def push(self, *token_ids: int) -> str:
+        text = self._tokenizer
+        pieces = [text.token_bytes(each) if each in self._shown_ids else text.piece(each) for each in token_ids]
+        return self._emit(self._decoder.decode(b"".join(pieces)))
 
     def flush(self) -> str:
         """An unfinished character becomes U+FFFD, as a decode of all ids at once would show it."""
@@ -153,6 +153,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._held = ""
+        self.searches = bool(self._stops)
         self.matched = False
 
     def push(self, text: str) -> str:
@@ -222,6 +223,11 @@ class OutputText:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that became certain with these tokens, up to a stop string."""
+        if self.starts is None and not self._matcher.searches:
+            self.num_tokens += len(token_ids)
+            text = self._detokeniser.push(*token_ids)
+            self.num_chars += len(text)
+            return self._shown(text)
         parts = []
         for token_id in token_ids:
             self.num_tokens += 1
