@@ -17,7 +17,6 @@ from scheduler.wire import DrafterInfo, VerifierInfo
 from services.engine import NO_DRAFTER, Workers
 from services.model_card import ModelCard, read_card
 from services.settings import Settings
-from services.threads import let_others_first
 from verifier.actor import VerifierWorker
 from verifier.weights import resolve_model
 
@@ -25,7 +24,7 @@ from verifier.weights import resolve_model
 async def launch_colocated(settings: Settings, *, calibrated: bool = True) -> Workers:
     """Both workers in this process on one computing thread: two OpenMP teams on the same cores get in each other's way,
     with single steps ten times as long."""
-    executor = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=let_others_first)
+    executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
     verifier = await start_verifier(settings, executor)
     info = await verifier.describe()
     drafter = await start_drafter(settings, info, executor, calibrated=calibrated)
