@@ -23,11 +23,22 @@ from verifier.native_step import AttentionStep, Rows
 
 @dataclass(frozen=True, slots=True)
 class BlockStart:
-    """Where a request's block begins: its anchor at position `start`, after `start` context rows in these KV blocks."""
+    """Where a request's block begins: its anchor at position `start`, after context rows in these KV blocks.
+
+    context_from: see DraftAsk; what stands before it is not looked at.
+    """
 
     anchor_id: int
     start: int
     block_ids: IntArray
+    context_from: int = 0
+
+    @property
+    def num_context(self) -> int:
+        return self.start - self.context_from
+
+    def context_blocks(self, block_size: int) -> IntArray:
+        return self.block_ids[self.context_from // block_size :]
 
 
 def block_attention(
@@ -36,13 +47,13 @@ def block_attention(
     """The attention of one proposal, by the native kernel where it applies. positions [R * w] of the slots, on the CPU."""
     tensors = pool.pool
     if native.usable(tensors.dtype, tensors.device, tensors.shape[-1], num_heads // pool.num_kv_heads):
-        lengths = np.array([s.start for s in starts])
+        lengths = np.array([s.num_context for s in starts])
         num_blocks = max(1, -(-int(lengths.max()) // pool.block_size))
         # the context is read from the cache, the block from its projections
         return AttentionStep(
             pool=tensors,
             rows=[Rows(i * width, width, i) for i in range(len(starts))],
-            tables=padded_tables([s.block_ids for s in starts], num_blocks),
+            tables=padded_tables([s.context_blocks(pool.block_size) for s in starts], num_blocks),
             limits=np.repeat(lengths, width),
             positions=positions,
             slots=None,
@@ -80,7 +91,7 @@ class TorchBlockAttention:
     def __init__(self, pool: PagedKV, starts: Sequence[BlockStart], width: int, *, num_heads: int) -> None:
         self.pool, self.width, self.num_heads = pool, width, num_heads
         self.dtype, self.device = pool.pool.dtype, pool.pool.device
-        spans = [Span(i, width, s.start, s.block_ids) for i, s in enumerate(starts)]
+        spans = [Span(i, width, s.num_context, s.context_blocks(pool.block_size)) for i, s in enumerate(starts)]
         self.buckets = [self._bucket(chosen, len(spans)) for chosen in split_spans(spans, pool.block_size)]
 
     def _bucket(self, spans: Sequence[Span], num_requests: int) -> Bucket:

@@ -94,7 +94,7 @@ class Chain:
         return self.rotary.rotate(rows, self.rotary.at(positions.clamp_max(self.max_len - 1), self.num_kv_heads))
 
     def begin(self, starts: Sequence[BlockStart], width: int) -> Walk:
-        """A proposal of up to `width` tokens for requests whose start is 1 or more."""
+        """A proposal of up to `width` tokens for requests that have a context."""
         return Walk(self, starts, width)
 
 

@@ -1,7 +1,8 @@
 """Attention of one drafted token at a time: each sees its request's committed rows and the rows drafted before it.
 
 The committed rows are gathered from the cache once per proposal; the drafted ones are written behind them. Position 0 has no
-row (drafter/chain.py), so a request with its anchor at `start` has start - 1 committed rows, at slots 1..start - 1.
+row (drafter/chain.py), so a request with its anchor at `start` has start - 1 committed rows, at slots 1..start - 1; one whose
+context begins later has none at its first slot either, for the state before that one may be missing.
 
 Shapes: R requests, w drafted tokens, H query heads, KV key heads, hd head dim.
 """
@@ -38,7 +39,7 @@ class Bucket:
 class ChainAttention:
     def __init__(self, pool: PagedKV, starts: Sequence[BlockStart], width: int, *, num_heads: int) -> None:
         self.pool, self.width, self.num_heads = pool, width, num_heads
-        spans = [Span(i, 1, s.start, s.block_ids) for i, s in enumerate(starts)]
+        spans = [Span(i, 1, s.num_context, s.context_blocks(pool.block_size)) for i, s in enumerate(starts)]
         self.buckets = [self._bucket(chosen, len(spans)) for chosen in split_spans(spans, pool.block_size)]
 
     def _bucket(self, spans: Sequence[Span], num_requests: int) -> Bucket:

@@ -140,7 +140,7 @@ class DraftRunner:
 
     def _can_draft(self, ask: DraftAsk) -> bool:
         # a chain starts from the target's state before the anchor
-        return (ask.start > 0 or isinstance(self.backbone, Backbone)) and ask.start <= self.max_start
+        return (ask.start > ask.context_from or isinstance(self.backbone, Backbone)) and ask.start <= self.max_start
 
     @torch.inference_mode()
     def propose(self, asks: Sequence[DraftAsk], width: int, features: Sequence[CommittedFeatures]) -> list[Draft]:
@@ -178,7 +178,7 @@ class DraftRunner:
 
     def _walk(self, asks: Sequence[DraftAsk], width: int, table: SamplingTable) -> Proposal:
         """What requests that all draft `width` tokens are proposed."""
-        starts = [BlockStart(ask.anchor_id, ask.start, ask.block_ids) for ask in asks]
+        starts = [BlockStart(ask.anchor_id, ask.start, ask.block_ids, ask.context_from) for ask in asks]
         anchor_ids = torch.tensor([ask.anchor_id for ask in asks], device=self.device)
         first = torch.tensor([ask.output_index for ask in asks], device=self.device)
         output_positions = first.unsqueeze(1) + torch.arange(width, device=self.device)

@@ -3,8 +3,8 @@
 A step is choose_drafts -> (the drafter) -> plan -> (the verifier) -> apply, and only `apply` advances a request. residency.py
 decides whose known tokens are computed, drafting.py who drafts and how much is verified, commit.py what a token does.
 
-Drafter epochs: a request may draft, and its blocks may be cached, only if the drafter saw all its rows. Each loss and each return
-of the drafter begins a new epoch with an empty cache; a request admitted in another epoch decodes plainly to its end.
+The drafter's context: a request drafts from the rows that were captured without a gap up to its newest (Live.context_from).
+Rows of steps that captured nothing, or went to a drafter that is gone, are missed; a few steps later the request drafts again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class PrefixScheduler:
         self.last_step: StepStats | None = None
         self.drafting = Drafting(parse_planner(config.planner), drafter, curve, config.max_live)
         self.residency = Residency(config, self._new_tables())
-        self._epoch = 0
         self._num_planned = 0
         self._pending: PendingStep | None = None
 
@@ -139,7 +138,6 @@ class PrefixScheduler:
             self.residency.balance(cohort)
         return self.drafting.choose(
             self.residency.members(cohort),
-            epoch=self._epoch,
             step=self._num_planned + 1,
             backlog=self.residency.prefill_backlog(cohort),
             hidden=cohort is not None,
@@ -169,10 +167,11 @@ class PrefixScheduler:
         self._pending = None
         self._observe(pending, verdicts)
         outcome = Outcome()
+        captured = pending.plan.capture and pending.epoch == self.residency.tables.cache.epoch
         deltas = [
             delta
             for share, verdict in zip(pending.shares, verdicts, strict=True)
-            if (delta := self._advance(share, verdict, outcome)) is not None
+            if (delta := self._advance(share, verdict, outcome, captured=captured)) is not None
         ]
         self.last_step = self._step_stats(pending, outcome)
         return deltas
@@ -207,29 +206,29 @@ class PrefixScheduler:
     # -- workers come and go --
 
     def set_planner(self, text: str) -> None:
-        """Between steps only; raises SettingsError. Where drafting begins or ends with it, so does a drafter epoch."""
+        """Between steps only; raises SettingsError. Begins with an empty prefix cache: what one planner computed without the
+        drafter's context would be a burden to the next, and planners that are compared must begin alike."""
         planner = parse_planner(text)
-        was_active = self.drafting.active
-        self.drafting.set_planner(planner)
-        if self.drafting.active != was_active:
-            self._new_epoch()
+        if planner != self.drafting.planner:
+            self.residency.tables.clear_cache(self.residency.live.values())
+            self.drafting.set_planner(planner)
 
     def drafter_lost(self) -> None:
         self.ledger.num_drafter_losses += 1
         self.drafting.disconnect()
-        self._new_epoch()
+        self._forget_contexts()
 
     def drafter_back(self, info: DrafterInfo) -> None:
-        """Requests admitted from now on draft again; what was computed meanwhile lacks the drafter's context."""
+        """Requests draft again as soon as they have a context; what was computed before is none of it."""
         self.drafting.connect(info)
-        self._new_epoch()
+        self._forget_contexts()
 
     def verifier_lost(self) -> list[Delta]:
         """No KV row can be relied on: everyone will be recomputed. Returns the endings of requests cancelled mid-step."""
         self.ledger.num_verifier_losses += 1
         self._pending = None
         self.residency.evict_all()
-        self._new_epoch()
+        self.residency.tables.clear_cache(())
         cancelled = [live for live in self.residency.everyone() if live.cancelled]
         return [self._end(live, FinishReason.CANCELLED) for live in cancelled]
 
@@ -253,7 +252,6 @@ class PrefixScheduler:
         suspects = self.residency.abandon(self._new_tables())
         if not suspects and self.residency.waiting.head is not None:
             suspects = [self.residency.waiting.head]
-        self._new_epoch()
         return [self._fail(live, error) for live in suspects]
 
     def drop_plan(self) -> None:
@@ -269,9 +267,10 @@ class PrefixScheduler:
     def _new_tables(self) -> BlockTables:
         return BlockTables(self.verifier.num_blocks, self.verifier.block_size, cached=self.config.prefix_cache)
 
-    def _new_epoch(self) -> None:
-        self._epoch += 1
-        self.residency.tables.cache.clear()
+    def _forget_contexts(self) -> None:
+        self.residency.tables.cache.forget_contexts()
+        for live in self.residency.live.values():
+            self.residency.tables.miss(live)
 
     def _check_fits(self, request: Request) -> None:
         prompt, wanted = len(request.prompt_ids), request.params.max_tokens
@@ -311,6 +310,7 @@ class PrefixScheduler:
         call = self.drafting.call
         return PendingStep(
             plan,
+            self.residency.tables.cache.epoch,
             shares,
             load.context_len,
             load.kv_tokens,
@@ -330,7 +330,6 @@ class PrefixScheduler:
         return [live for live in self.residency.live.values() if live.decodes]
 
     def _welcome(self, live: Live, now: float) -> None:
-        live.epoch = self._epoch
         self.drafting.welcome(live, self._num_planned)
         if live.admitted_s is None:
             live.admitted_s = now
@@ -361,7 +360,7 @@ class PrefixScheduler:
             room -= 1
         return room
 
-    def _advance(self, share: Share, verdict: Verdict, outcome: Outcome) -> Delta | None:
+    def _advance(self, share: Share, verdict: Verdict, outcome: Outcome, *, captured: bool) -> Delta | None:
         live = share.live
         if live.cancelled:
             return self._end(live, FinishReason.CANCELLED)
@@ -369,7 +368,7 @@ class PrefixScheduler:
             return self._fail(live, revive(*verdict.error))
         try:
             check_verdict(share, verdict, self.verifier.vocab_size)
-            committed, reason = self._commit(share, verdict)
+            committed, reason = self._commit(share, verdict, captured=captured)
         except Exception as error:
             logger.exception("a request failed in apply", extra={"request_ids": (live.request.request_id,)})
             return self._fail(live, InternalFault(str(error)))
@@ -388,14 +387,15 @@ class PrefixScheduler:
             )
         return delta_of(share, committed, num_accepted, logprobs=verdict.logprobs)
 
-    def _commit(self, share: Share, verdict: Verdict) -> tuple[tuple[int, ...], FinishReason | None]:
+    def _commit(self, share: Share, verdict: Verdict, *, captured: bool) -> tuple[tuple[int, ...], FinishReason | None]:
         """Rows first, then tokens: after a stop inside the accepted block the rows past it do not count."""
         live = share.live
         num_computed = live.num_computed + share.num_tokens + verdict.num_accepted
         committed, reason = commit_all(live, verdict.token_ids)
         live.num_computed = min(num_computed, live.num_known)
-        if live.epoch == self._epoch:
-            self.residency.tables.publish(live)
+        if not captured:
+            self.residency.tables.miss(live)
+        self.residency.tables.publish(live)
         return committed, reason
 
     def _observe(self, pending: PendingStep, verdicts: Sequence[Verdict]) -> None:

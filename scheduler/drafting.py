@@ -20,16 +20,16 @@ from scheduler.gate import Choice, DraftGate
 from scheduler.live import Live
 from scheduler.pricing import Pricing, StepLoad, UsualRound
 from scheduler.proposals import DraftCall, Proposal
+from scheduler.standby import Standby
 from scheduler.stats import StepStats
 from scheduler.throughput import CostCurve
 from scheduler.wire import Draft, DrafterInfo
-from scheduler.wishes import fixed_width, may_draft, most_drafts, planner_of
+from scheduler.wishes import fixed_width, insists, may_draft, most_drafts, planner_of
 
-# Asking the gate costs up to 3 % of a step. Shut it is asked again after so many steps, or when the running answers have become
-# more or fewer by over an eighth; open it is asked after fewer, and at once when someone comes or goes.
-_ASK_AGAIN = 8
+# Asking the gate costs up to 3 % of a step. Open it is asked again after so many, and at once when someone comes or goes; how
+# long it waits while it is shut is scheduler/standby.py's.
 _CHOOSE_AGAIN = 4
-_SAME_LOAD = 8
+_BEFORE_ANY_PROBE = -1
 
 
 class Drafting:
@@ -52,8 +52,7 @@ class Drafting:
         self._num_rounds = 1
         self._kept: tuple[list[int], Choice, int] | None = None
         self._promised = 0.0
-        self._asleep_until = 0
-        self._asleep: tuple[int, list[str]] = (0, [])
+        self._standby = Standby()
         if info is not None:
             self.connect(info)
 
@@ -65,7 +64,16 @@ class Drafting:
     @property
     def captures(self) -> bool:
         """The drafter needs the target's hidden states of every row."""
-        return self.active and self.info is not None and bool(self.info.target_layer_ids)
+        return self.active and self._needs_context and not self.suspended
+
+    @property
+    def suspended(self) -> bool:
+        """Drafting is clearly not worth it at present, and nothing is done to be ready for it."""
+        return self.planner.adaptive and self._standby.suspended
+
+    @property
+    def _needs_context(self) -> bool:
+        return self.info is not None and bool(self.info.target_layer_ids)
 
     @property
     def width(self) -> int:
@@ -105,11 +113,11 @@ class Drafting:
         if self.info is not None:
             self._belief.welcome(live.slot, class_index(live.request.text_class))
             self._kept = None
+        if insists(live, self.planner):
+            self._standby.wake()
         self._last_drafted[live.slot] = step
 
-    def choose(
-        self, residents: Sequence[Live], *, epoch: int, step: int, backlog: int, hidden: bool = False
-    ) -> DraftCall:
+    def choose(self, residents: Sequence[Live], *, step: int, backlog: int, hidden: bool = False) -> DraftCall:
         """backlog: prompt tokens that will be in the step. hidden: another step is verified meanwhile, so that a draft costs
         only what it takes longer than that."""
         self.prices.hidden = hidden
@@ -123,15 +131,30 @@ class Drafting:
             return self.call
         assert self.info is not None
         decoding = [live for live in residents if live.decodes]
-        if self.shut and step < self._asleep_until and self._sleeps_on(decoding):
+        wishes = _wishes(residents)
+        if self.suspended:
+            self.gate_state = "suspended"
+        if self.shut and self._standby.lasts(step, len(decoding), wishes):
+            return self.call
+        candidates = [live for live in decoding if may_draft(live, self.planner, self.info)]
+        if self.suspended and not self._wakes(candidates, decoding, backlog, step, wishes):
             return self.call
         self.shut = False
-        candidates = [live for live in decoding if may_draft(live, self.planner, self.info, epoch)]
-        if candidates:
-            self._ask(candidates, self._kept_or_new(candidates, _load_of(decoding, backlog), step), step)
-        if self.shut:
-            self._asleep_until = min(step + _ASK_AGAIN, self._gate.next_probe)
-            self._asleep = (len(decoding), _wishes(decoding))
+        able = [live for live in candidates if live.has_context] if self._needs_context else candidates
+        if not able:
+            return self.call
+        self._ask(able, self._kept_or_new(able, _load_of(decoding, backlog), step), step)
+        if not self.shut:
+            self._standby.opened()
+            return self.call
+        self._standby.shut(
+            step,
+            margin=self._gate.margin,
+            next_probe=self._gate.next_probe,
+            may_suspend=not self.call.asks and not any(insists(live, self.planner) for live in residents),
+            num_decoding=len(decoding),
+            wishes=wishes,
+        )
         return self.call
 
     def propose(self, live: Live, draft: Draft, cap: int) -> Proposal | None:
@@ -234,10 +257,12 @@ class Drafting:
         """Most drafted tokens that may be verified for it, within the width that was asked for."""
         return min(most_drafts(live, self.planner), self.call.width)
 
-    def _sleeps_on(self, decoding: Sequence[Live]) -> bool:
-        """Nothing has changed that could open the gate: the load is much the same, and nobody came with a planner of his own."""
-        count, wishes = self._asleep
-        return _SAME_LOAD * abs(len(decoding) - count) <= count and _wishes(decoding) == wishes
+    def _wakes(
+        self, candidates: Sequence[Live], decoding: Sequence[Live], backlog: int, step: int, wishes: list[str]
+    ) -> bool:
+        """Whether contexts are wanted again, for the gate would open if there were any, or to look anew."""
+        opens = bool(candidates) and not self._choice(candidates, _load_of(decoding, backlog), step, probing=False).shut
+        return self._standby.wakes(step, would_open=opens, num_decoding=len(decoding), wishes=wishes)
 
     def _kept_or_new(self, candidates: Sequence[Live], load: StepLoad, step: int) -> Choice:
         """The last choice while it is fresh, nobody has come or gone, and no probe is due."""
@@ -251,8 +276,9 @@ class Drafting:
         self._kept = (slots, choice, step + _CHOOSE_AGAIN) if choice.probe < 0 and not load.num_prefill else None
         return choice
 
-    def _choice(self, candidates: Sequence[Live], load: StepLoad, step: int) -> Choice:
-        """Who of the candidates drafts: those whose planner says so, and of the others those that pay beside them."""
+    def _choice(self, candidates: Sequence[Live], load: StepLoad, step: int, *, probing: bool = True) -> Choice:
+        """Who of the candidates drafts: those whose planner says so, and of the others those that pay beside them, or where
+        probing that are to be heard of."""
         assert self.info is not None
         weighed = self.prices.curve is not None
         widths = [fixed_width(live, self.planner, self.info, weighed=weighed) for live in candidates]
@@ -266,7 +292,7 @@ class Drafting:
         verify_s = self.prices.verify_seconds(load, len(fixed) * widest, len(free) * self.info.width + 1)
         table = self.prices.draft_table(len(candidates), self.info.width, verify_s=float(verify_s[0]))
         choice = self._gate.choose(
-            step=step,
+            step=step if probing else _BEFORE_ANY_PROBE,
             survival=self._belief.usual(slots, caps),
             spread=self._belief.spread,
             idle_steps=step - self._last_drafted[slots],

@@ -4,7 +4,7 @@ A draft costs something whatever becomes of it, so the planner's objective is as
 (requests that draft, width). Must not know requests or blocks.
 
 Who is shut out would never be heard of again; a probe lets them draft now and then. Probes are spaced so that they cost
-about half a percent at most, and further apart while they fail.
+about a fifth of a percent at most, and further apart while they fail.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scheduler.admit import Probabilities
 from scheduler.forecast import Forecast, Prices
 from scheduler.trust import Trust
 
-PROBE_SHARE = 0.005
+PROBE_SHARE = 0.002
 # A gain within the error of curve and estimates is as often a loss. Estimates of who drafts are fresh, so what is open stays
 # open for less than what would open it. How far forecasts are too good is Trust's to know.
 _OPENS = 1.01
@@ -47,14 +47,16 @@ class DraftGate:
     """Holds when the next probe is due; everything else comes in as arguments. `step` is the caller's step number."""
 
     def __init__(self, width: int, *, variable_width: bool, states: bool = True) -> None:
-        """width: most tokens per draft; variable_width: fewer may be asked for, and cost less. states: drafts carry
-        confidences, so that one teaches something even where nothing of it is verified."""
+        """width: most tokens per draft; variable_width: fewer may be asked for, and cost less. states: drafts carry confidences,
+        so that one teaches something even where nothing of it is verified. margin: what drafting was last expected to bring over
+        what plain decoding does."""
         self._width = width
         self._widths = np.array([*(w for w in _WIDTHS if variable_width and w < width), width])
         self._states = states
         self._interval = self._shortest = 1.0
         self._open = True
         self.next_probe = 0
+        self.margin = 1.0
         self.trust = Trust()
 
     def choose(
@@ -73,7 +75,8 @@ class DraftGate:
         """
         forecast = Forecast(survival, spread, prices)
         count, width, rate = forecast.best(self._widths)
-        self._open = self.trust.factor * rate > (_STAYS_OPEN if self._open else _OPENS) * forecast.plain_rate
+        self.margin = self.trust.factor * rate / forecast.plain_rate
+        self._open = self.margin > (_STAYS_OPEN if self._open else _OPENS)
         if self._open:
             choice = Choice(np.sort(forecast.ranking[:count]), width, promised=rate)
         else:

@@ -1,8 +1,11 @@
 """Owns which full blocks hold which tokens, so that a later request can start where an earlier one has been.
 
-Must not know requests. One block table serves both caches of the workers, so a hit restores the target's KV and the drafter's
-context together. The drafter may not have written a block's rows yet when the block is matched, or taken by another: it writes
-in the order of the steps, and before it drafts for anyone.
+Must not know requests. One block table serves both caches of the workers, so a hit restores the target's KV and, where the block
+was computed for it, the drafter's context. The drafter may not have written a block's rows yet when the block is matched, or
+taken by another: it writes in the order of the steps, and before it drafts for anyone.
+
+Contexts: what a drafter has seen is gone with it, and may not be wanted at all for a while. So a block says in which of the
+drafter's epochs its rows were captured, and counts as without context in all others.
 
 A cached block is held by the cache (one reference) and by the live requests whose tables contain it:
 
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scheduler.blocks import BlockAllocator, OutOfBlocks
 from scheduler.errors import InternalFault
@@ -29,20 +32,24 @@ ROOT = 0
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """tokens of the block, exactly, after the prefix called `parent`; `name` is the prefix with them."""
+    """tokens of the block, exactly, after the prefix called `parent`; `name` is the prefix with them. epoch: the drafter's, in
+    which all its rows were captured; -1 where they were not."""
 
     name: int
     parent: int
     tokens: bytes
     block: int
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix: its blocks, each with one more reference, and its name."""
+    """The longest cached prefix: its blocks, each with one more reference, and its name. num_bare: leading blocks up to the last
+    one without the drafter's context."""
 
     blocks: tuple[int, ...]
     name: int
+    num_bare: int
 
 
 class PrefixCache:
@@ -53,6 +60,7 @@ class PrefixCache:
         self._by_block: dict[int, Entry] = {}
         self._idle: OrderedDict[int, Entry] = OrderedDict()
         self._last_name = ROOT
+        self.epoch = 0
 
     @property
     def num_cached(self) -> int:
@@ -72,6 +80,7 @@ class PrefixCache:
         size = self._block_size
         blocks: list[int] = []
         name = ROOT
+        num_bare = 0
         for first in range(0, (len(token_ids) - 1) // size * size, size):
             # The tokens are the dictionary's key: a hit has compared them, a colliding hash cannot pass for one.
             entry = self._entries.get((name, token_ids[first : first + size].tobytes()))
@@ -79,25 +88,36 @@ class PrefixCache:
                 break
             blocks.append(entry.block)
             name = entry.name
+            if entry.epoch != self.epoch:
+                num_bare = len(blocks)
             self._hold(entry)
-        return Match(tuple(blocks), name)
+        return Match(tuple(blocks), name, num_bare)
 
-    def insert(self, parent: int, tokens: bytes, block: int) -> tuple[int, int]:
-        """Makes `block`, held by the caller, the cached block of `tokens` after `parent`; returns (name, block).
+    def insert(self, parent: int, tokens: bytes, block: int, *, has_context: bool = True) -> Entry | None:
+        """Makes `block`, held by the caller, the cached block of `tokens` after `parent`; returns the entry.
 
-        Where the tokens are cached already the caller's block is given back and the cached one, held for him, returned.
+        Where the tokens are cached already the caller's block is given back and the cached one held for him instead. Not so if
+        only his has a context: it takes the place of the other, or is left to him (None) while someone holds that.
         """
         entry = self._entries.get((parent, tokens))
         if entry is None:
             self._last_name += 1
-            entry = Entry(self._last_name, parent, tokens, block)
+            entry = Entry(self._last_name, parent, tokens, block, self.epoch if has_context else -1)
             self._entries[(parent, tokens)] = entry
             self._by_block[block] = entry
             self._allocator.share(block)
+        elif entry.block != block and has_context and entry.epoch != self.epoch:
+            if entry.block not in self._idle:
+                return None
+            return self._replace(entry, block)
         elif entry.block != block:
             self._hold(entry)
             self._allocator.give_back(block)
-        return entry.name, entry.block
+        return entry
+
+    def forget_contexts(self) -> None:
+        """A new epoch of the drafter: what it had seen is gone."""
+        self.epoch += 1
 
     def take(self, count: int) -> list[int]:
         """Fresh blocks, evicting idle ones where none is free; raises OutOfBlocks, having evicted nothing."""
@@ -141,6 +161,15 @@ class PrefixCache:
     def _hold(self, entry: Entry) -> None:
         self._allocator.share(entry.block)
         self._idle.pop(entry.block, None)
+
+    def _replace(self, entry: Entry, block: int) -> Entry:
+        """An idle entry gets `block`, whose rows the drafter has."""
+        better = replace(entry, block=block, epoch=self.epoch)
+        del self._idle[entry.block], self._by_block[entry.block]
+        self._allocator.give_back(entry.block)
+        self._entries[(entry.parent, entry.tokens)] = self._by_block[block] = better
+        self._allocator.share(block)
+        return better
 
     def _evict_oldest(self) -> None:
         block, entry = self._idle.popitem(last=False)

@@ -34,9 +34,11 @@ class Share:
 
 @dataclass(slots=True)
 class PendingStep:
-    """Between plan and apply. context_len, kv_tokens, num_drafting, width, gate_shut: as in StepStats."""
+    """Between plan and apply. epoch: the drafter's, to which the captured rows go. context_len, kv_tokens, num_drafting, width,
+    gate_shut: as in StepStats."""
 
     plan: Plan
+    epoch: int
     shares: list[Share]
     context_len: float
     kv_tokens: float

@@ -5,11 +5,11 @@ Must not know who is served first; scheduler/residency.py decides that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from scheduler.blocks import BlockAllocator, OutOfBlocks
 from scheduler.live import Live
-from scheduler.prefix import PrefixCache
+from scheduler.prefix import ROOT, PrefixCache
 
 
 class BlockTables:
@@ -56,17 +56,32 @@ class BlockTables:
         live.num_blocks = live.num_chained = len(match.blocks)
         live.block_table[: live.num_blocks] = match.blocks
         live.num_computed = live.num_blocks * self.block_size
+        live.context_from = match.num_bare * self.block_size
         live.chain = match.name
 
     def publish(self, live: Live) -> None:
-        """Hands the request's full, computed blocks to the cache."""
+        """Hands the request's full, computed blocks to the cache, up to one that cannot be cached."""
         size = self.block_size
-        while self._cached and (live.num_chained + 1) * size <= live.num_computed:
+        while self._cached and live.publishes and (live.num_chained + 1) * size <= live.num_computed:
             index = live.num_chained
             tokens = live.token_ids[index * size : (index + 1) * size].tobytes()
-            live.chain, block = self.cache.insert(live.chain, tokens, int(live.block_table[index]))
-            live.block_table[index] = block
+            has_context = index * size >= live.context_from
+            entry = self.cache.insert(live.chain, tokens, int(live.block_table[index]), has_context=has_context)
+            if entry is None:
+                live.publishes = False
+                return
+            live.chain, live.block_table[index] = entry.name, entry.block
             live.num_chained += 1
+
+    def miss(self, live: Live) -> None:
+        """The drafter will not get the rows computed so far; from the next block on it may have all."""
+        live.context_from = self.blocks_for(live.num_computed) * self.block_size
+
+    def clear_cache(self, holders: Iterable[Live]) -> None:
+        """Forgets every prefix; what `holders` have is cached anew with their next blocks."""
+        self.cache.clear()
+        for live in holders:
+            live.num_chained, live.chain, live.publishes = 0, ROOT, True
 
     def release(self, live: Live) -> None:
         self.cache.give_back(live.block_table[: live.num_blocks].tolist())

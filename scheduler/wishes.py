@@ -27,10 +27,16 @@ def most_drafts(live: Live, deployment: Planner) -> int:
     return most if wish.max_draft_tokens is None else min(most, wish.max_draft_tokens)
 
 
-def may_draft(live: Live, deployment: Planner, info: DrafterInfo, epoch: int) -> bool:
-    """More than one token is still to come, and its context is one that the drafter has, and can have."""
-    able = live.num_remaining > 1 and live.epoch == epoch and live.num_computed <= info.max_len
+def may_draft(live: Live, deployment: Planner, info: DrafterInfo) -> bool:
+    """More than one token is still to come, and its context is one that the drafter can have."""
+    able = live.num_remaining > 1 and live.num_computed <= info.max_len
     return able and (live.request.speculation is None or most_drafts(live, deployment) > 0)
+
+
+def insists(live: Live, deployment: Planner) -> bool:
+    """It drafts whatever that costs, though the deployment weighs it."""
+    wish = live.request.speculation
+    return wish is not None and not planner_of(live, deployment).adaptive and most_drafts(live, deployment) > 0
 
 
 def fixed_width(live: Live, deployment: Planner, info: DrafterInfo, *, weighed: bool) -> int | None:

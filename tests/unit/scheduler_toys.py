@@ -86,13 +86,13 @@ class Rows:
     def write(self, slot: int, position: int, token: int, row: int) -> None:
         self.row[slot], self.token[slot], self.position[slot] = row, token, position
 
-    def read(self, blocks: np.ndarray, length: int) -> int:
-        """The row of the context's last token, having checked every row before it."""
+    def read(self, blocks: np.ndarray, length: int, first: int = 0) -> int:
+        """The row of the context's last token, having checked every row before it from position `first` on."""
         row = START
-        for position in range(length):
+        for position in range(first, length):
             slot = self.slot(blocks, position)
             assert self.position[slot] == position, f"position {position} holds {self.position[slot]}"
-            row = chain(row, int(self.token[slot]))
+            row = chain(row, int(self.token[slot])) if position == 0 or position > first else int(self.row[slot])
             assert self.row[slot] == row, f"the row at position {position} follows other tokens"
         return row
 
@@ -282,7 +282,8 @@ class ToyDrafter:
         assert ask.output_index > 0, "the anchor must be a generated token"
         if self.layers:
             try:
-                row = self.cache.read(ask.block_ids, ask.start)
+                assert ask.context_from % self.cache.block_size == 0
+                row = self.cache.read(ask.block_ids, ask.start, ask.context_from)
             except AssertionError as fault:
                 self.faults.append(f"{ask.request_id}: {fault}")
                 raise

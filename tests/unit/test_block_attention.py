@@ -30,7 +30,10 @@ def test_native_block_attention_equals_torch_for_any_mix_of_context_lengths(widt
     }  # fmt: skip
     rotary = Rotary(parse_architecture(config, "test"), 512, torch.bfloat16, torch.device("cpu"))
     order = torch.randperm(79, generator=generator).add(1).numpy().astype(np.int32)
-    starts = [BlockStart(0, n, order[20 * i : 20 * i + -(-n // 16)]) for i, n in enumerate([1, 300, 16, 33])]
+    starts = [
+        BlockStart(0, n, order[20 * i : 20 * i + -(-n // 16)], context_from)
+        for i, (n, context_from) in enumerate([(1, 0), (300, 0), (16, 16), (33, 16)])
+    ]
     qkv = torch.randn(len(starts) * width, heads + 2 * kv_heads, head_dim, generator=generator).bfloat16()
     positions = torch.cat([torch.arange(s.start, s.start + width) for s in starts])
     exact = TorchBlockAttention(pool, starts, width, num_heads=heads)(0, rotary.rotate(qkv, rotary.at(positions)))

@@ -74,6 +74,7 @@ class Life:
     features: Tensor
     token_ids: list[int]
     num_absorbed: int = 0
+    context_from: int = 0
 
     def take(self, stop: int) -> CommittedFeatures:
         first, self.num_absorbed = self.num_absorbed, stop
@@ -89,7 +90,9 @@ class Life:
     def ask(self) -> DraftAsk:
         used = self.block_ids[: -(-self.num_absorbed // BLOCK_SIZE)]
         anchor_id = self.token_ids[self.num_absorbed]
-        return DraftAsk(self.name, anchor_id, self.num_absorbed, used, self.params, output_index=1)
+        return DraftAsk(
+            self.name, anchor_id, self.num_absorbed, used, self.params, output_index=1, context_from=self.context_from
+        )
 
 
 PARAMS = [
@@ -115,13 +118,15 @@ def lives(rng: np.random.Generator, twin: DenseTwin, max_len: int) -> list[Life]
 
 def assert_like_twin(twin: DenseTwin, life: Life, draft: Draft, width: int, candidates: int) -> None:
     drawn = draft.token_ids.tolist()
-    if twin.arch.design != "dspark" and life.num_absorbed == 0:
+    if twin.arch.design != "dspark" and life.num_absorbed == life.context_from:
         assert drawn == []
         return
     assert len(drawn) == width
-    known = life.token_ids[: life.num_absorbed + 1]
+    # positions are relative: a request that begins where its context does is drafted alike
+    known = life.token_ids[life.context_from : life.num_absorbed + 1]
     num_slots = width if twin.arch.variable_block else GAMMA
-    base, corrected, confidence = twin.logits(life.features[: life.num_absorbed], known, drawn, num_slots)
+    features = life.features[life.context_from : life.num_absorbed]
+    base, corrected, confidence = twin.logits(features, known, drawn, num_slots)
     law = twin.law(base, corrected, life.params, candidates)
     if life.params.greedy:
         assert drawn == law.argmax(-1).tolist()
@@ -196,6 +201,27 @@ def test_context_beyond_one_padded_call_is_split_and_still_right(
     runner, twin = runner_and_twin(flavour, tmp_path, write_target, num_blocks=NUM_BLOCKS)
     requests = lives(np.random.default_rng(1), twin, 640)
     lengths = [3, 630, 0, 610, 17]
+    messages = [life.take(n) for life, n in zip(requests, lengths, strict=True)]
+    for life, draft in zip(requests, runner.propose([r.ask() for r in requests], GAMMA, messages), strict=True):
+        assert_like_twin(twin, life, draft, GAMMA, flavour.candidates)
+
+
+@CHAIN_OR_BLOCK
+def test_rows_before_the_context_are_not_looked_at(
+    name: str, tmp_path: Path, write_target: Callable[..., Path]
+) -> None:
+    """They were never absorbed: their slots, and the states there, hold what overflowed in someone else's rows."""
+    flavour = FLAVOURS[name]
+    runner, twin = runner_and_twin(flavour, tmp_path, write_target, num_blocks=NUM_BLOCKS)
+    requests = lives(np.random.default_rng(1), twin, 640)
+    before = lives(np.random.default_rng(2), twin, 640)
+    captured_from = [0, 33, 8, 600, 5]
+    contexts, lengths = [0, 36, 8, 600, 8], [9, 70, 8, 630, 11]
+    num_rows = NUM_BLOCKS // len(PARAMS) * BLOCK_SIZE - BLOCK_SIZE
+    for life, other, first, context_from in zip(requests, before, captured_from, contexts, strict=True):
+        other.block_ids, other.features[:] = life.block_ids, 1e9
+        life.num_absorbed, life.context_from = first, context_from
+    runner.propose([], GAMMA, [other.take(num_rows) for other in before])
     messages = [life.take(n) for life, n in zip(requests, lengths, strict=True)]
     for life, draft in zip(requests, runner.propose([r.ask() for r in requests], GAMMA, messages), strict=True):
         assert_like_twin(twin, life, draft, GAMMA, flavour.candidates)

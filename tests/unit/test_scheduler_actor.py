@@ -359,6 +359,7 @@ async def test_a_lost_drafter_costs_no_token_and_is_used_again_when_it_is_back()
         assert reader.output("new") == plain(PROMPT, greedy(max_tokens=30))
         assert sum(d.num_drafted for d in reader.of("between")) == 0
         assert sum(d.num_drafted for d in reader.of("new")) > 0
+        assert any(d.num_drafted for d in reader.of("old")[-20:]), "it drafts again from what it computed since"
         assert (await actor.snapshot()).num_drafter_losses == 1
         assert not drafter.faults
 

@@ -111,6 +111,94 @@ def test_computing_cached_tokens_again_ends_in_one_copy() -> None:
     tables.check_integrity([first, second])
 
 
+def restored(tables: BlockTables, tokens: list[int]) -> Live:
+    live = live_of(tokens)
+    tables.restore(live)
+    return live
+
+
+def test_a_hit_says_from_where_on_the_drafter_has_its_rows() -> None:
+    tables = BlockTables(32, SIZE, cached=True)
+    live = live_of([*range(20)])
+    tables.grow(live, 20)
+    for num_computed, captured in ((6, True), (11, False), (19, True)):
+        live.num_computed = num_computed
+        if not captured:
+            tables.miss(live)
+        tables.publish(live)
+    assert live.context_from == 12
+    for num_tokens, context_from in ((5, 0), (9, 8), (13, 12), (17, 12)):
+        assert restored(tables, [*range(num_tokens)]).context_from == context_from
+
+
+def test_in_a_new_epoch_of_the_drafter_cached_blocks_have_no_context() -> None:
+    tables = BlockTables(32, SIZE, cached=True)
+    computed(tables, [*range(9)])
+    assert restored(tables, [*range(9)]).context_from == 0
+    tables.cache.forget_contexts()
+    hit = restored(tables, [*range(17)])
+    assert (hit.num_computed, hit.context_from) == (8, 8)
+    tables.grow(hit, 17)
+    hit.num_computed = 16
+    tables.publish(hit)
+    assert restored(tables, [*range(17)]).context_from == 8, "what was computed after it has one"
+
+
+def two_of_whom_the_first_is_not_seen(tables: BlockTables) -> tuple[Live, Live]:
+    bare, seen = live_of([*range(13)]), live_of([*range(13)], name="s")
+    for live in (bare, seen):
+        tables.grow(live, 13)
+        live.num_computed = 8
+    tables.miss(bare)
+    tables.publish(bare)
+    return bare, seen
+
+
+def test_what_is_computed_with_a_context_takes_the_place_of_what_is_cached_without() -> None:
+    tables = BlockTables(32, SIZE, cached=True)
+    bare, seen = two_of_whom_the_first_is_not_seen(tables)
+    bare.num_computed = 12
+    tables.miss(bare)
+    tables.publish(bare)
+    tables.release(bare)
+    num_free = tables.allocator.num_free
+    tables.publish(seen)
+    tables.check_integrity([seen])
+    assert tables.allocator.num_free == num_free + 2
+    hit = restored(tables, [*range(13)])
+    assert hit.block_table[:2].tolist() == seen.block_table[:2].tolist()
+    assert (hit.num_computed, hit.context_from) == (12, 12), "the third block is still the one without"
+    tables.check_integrity([seen, hit])
+
+
+def test_who_computes_with_a_context_what_others_hold_without_keeps_his_own_blocks() -> None:
+    tables = BlockTables(32, SIZE, cached=True)
+    bare, seen = two_of_whom_the_first_is_not_seen(tables)
+    tables.publish(seen)
+    seen.num_computed = 12
+    tables.publish(seen)
+    assert seen.context_from == 0
+    assert not set(seen.block_table[:3].tolist()) & set(bare.block_table[:3].tolist())
+    assert tables.cache.num_cached == 2
+    tables.check_integrity([bare, seen])
+    tables.release(seen)
+    tables.check_integrity([bare])
+    assert tables.cache.num_cached == 2
+
+
+def test_a_cleared_cache_is_filled_anew_by_those_who_run() -> None:
+    tables = BlockTables(32, SIZE, cached=True)
+    first, second = computed(tables, [*range(9)]), computed(tables, [*range(9)])
+    tables.clear_cache([first, second])
+    assert restored(tables, [*range(9)]).num_computed == 0
+    for live in (first, second):
+        tables.publish(live)
+        tables.check_integrity([first, second])
+    hit = restored(tables, [*range(9)])
+    assert hit.num_computed == 8
+    tables.check_integrity([first, second, hit])
+
+
 def test_the_least_recently_used_blocks_go_first_and_leaves_before_parents() -> None:
     tables = BlockTables(8, SIZE, cached=True)
     for tokens in ([1] * 9, [2] * 9, [3] * 9):
@@ -163,8 +251,9 @@ def test_a_name_is_never_used_again() -> None:
     names = set()
     for _ in range(3):
         (block,) = cache.take(1)
-        name, _ = cache.insert(ROOT, b"same", block)
-        names.add(name)
+        entry = cache.insert(ROOT, b"same", block)
+        assert entry is not None
+        names.add(entry.name)
         cache.give_back([block])
         cache.clear()
     assert len(names) == 3

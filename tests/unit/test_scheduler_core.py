@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import pickle
 import re
 import time
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from scheduler.config import SchedulerConfig
 from scheduler.core import PrefixScheduler
 from scheduler.errors import BadParams, DrafterLost, InternalFault, Overloaded, SettingsError, TooLong
+from scheduler.live import LEAST_CONTEXT
 from scheduler.refinement import RefinedCurve
 from scheduler.wire import Draft, DrafterInfo, FinishReason, Request, SamplingParams, Speculation, Verdict, VerifierInfo
 from tests.unit.scheduler_toys import (
@@ -670,7 +672,7 @@ def test_an_id_in_use_is_refused_and_may_be_used_again_later() -> None:
 # -- workers come and go --
 
 
-def test_after_a_drafter_loss_old_requests_decode_plainly_and_new_ones_draft() -> None:
+def test_after_a_drafter_loss_requests_draft_again_from_what_they_compute_after_it() -> None:
     bench = bench_with("fixed:5", num_blocks=100)
     bench.add("old", PROMPT, max_tokens=40)
     bench.step()
@@ -685,14 +687,176 @@ def test_after_a_drafter_loss_old_requests_decode_plainly_and_new_ones_draft() -
     bench.core.drafter_back(bench.drafter.info())
     bench.add("new", PROMPT, max_tokens=40)
     bench.run()
-    assert bench.ending("new").usage is not None
-    assert bench.ending("new").usage.cached_tokens == 0, "cached blocks lack the drafter's context"  # type: ignore[union-attr]
-    assert sum(d.num_drafted for d in bench.deltas["old"][2:]) == 0
-    assert sum(d.num_drafted for d in bench.deltas["between"]) == 0
-    assert sum(d.num_drafted for d in bench.deltas["new"]) > 0
+    usage = bench.ending("new").usage
+    assert usage is not None and usage.cached_tokens == 4, "the target's rows are there, though the drafter's are not"
+    for name, num_before in (("old", 2), ("between", 0)):
+        rounds = bench.deltas[name][num_before:]
+        first = next(i for i, delta in enumerate(rounds) if delta.num_drafted)
+        assert LEAST_CONTEXT <= first < LEAST_CONTEXT + bench.verifier.block_size + 2
+        assert all(delta.num_drafted for delta in rounds[first:-1])
     assert not bench.drafter.faults
     for name, prompt in (("old", PROMPT), ("between", [8, *PROMPT]), ("new", PROMPT)):
         assert bench.output(name) == plain(prompt, SamplingParams(max_tokens=40))
+
+
+def test_rows_on_their_way_to_a_drafter_that_is_lost_meanwhile_are_missed() -> None:
+    bench = bench_with("fixed:5", num_blocks=100)
+    bench.add("r", PROMPT, max_tokens=60)
+    bench.step()
+
+    def lose_and_return() -> None:
+        assert bench.drafter is not None
+        bench.drafter.forget()
+        bench.features.clear()
+        bench.core.drafter_lost()
+        bench.core.drafter_back(bench.drafter.info())
+
+    bench.step(during_verify=lose_and_return)
+    bench.features.clear()
+    bench.run()
+    assert bench.drafter is not None
+    assert not bench.drafter.faults
+    assert sum(delta.num_drafted for delta in bench.deltas["r"][4:]) > 0
+    assert bench.output("r") == text(max_tokens=60)
+
+
+def test_a_cached_prefix_that_the_drafter_never_saw_is_a_hit_and_drafting_begins_after_it() -> None:
+    bench = bench_with("fixed:5", num_blocks=100, max_model_len=200)
+    prompt = [i % 7 for i in range(60)]
+    bench.core.drafter_lost()
+    bench.add("first", prompt, max_tokens=4)
+    bench.run()
+    assert bench.drafter is not None
+    bench.core.drafter_back(bench.drafter.info())
+    longer = [*prompt, *range(7)]
+    for name in ("second", "third"):
+        bench.add(name, longer, max_tokens=40)
+        bench.run()
+        usage = bench.ending(name).usage
+        assert usage is not None and usage.cached_tokens >= 60
+        assert sum(delta.num_drafted for delta in bench.deltas[name]) > 0
+        assert bench.output(name) == plain(longer, SamplingParams(max_tokens=40))
+    drafted_at = [next(i for i, d in enumerate(bench.deltas[name]) if d.num_drafted) for name in ("second", "third")]
+    assert drafted_at[1] <= drafted_at[0], "the blocks of the second were captured, and are the third's too"
+    assert not bench.drafter.faults
+
+
+def test_another_planner_begins_with_an_empty_prefix_cache_and_what_runs_is_cached_anew() -> None:
+    bench = bench_with("fixed:5", num_blocks=100)
+    bench.add("r", PROMPT, max_tokens=30)
+    for _ in range(3):
+        bench.step()
+    assert bench.core.residency.tables.cache.num_cached > 0
+    bench.core.set_planner("fixed:5")
+    assert bench.core.residency.tables.cache.num_cached > 0, "it is the same planner"
+    bench.core.set_planner("off")
+    assert bench.core.residency.tables.cache.num_cached == 0
+    bench.run()
+    bench.add("again", PROMPT, max_tokens=30)
+    bench.run()
+    usage = bench.ending("again").usage
+    assert usage is not None and usage.cached_tokens == 4
+    assert bench.output("r") == bench.output("again") == text(max_tokens=30)
+
+
+def test_after_planner_off_running_requests_draft_again_without_their_unseen_rows() -> None:
+    bench = bench_with("fixed:5", num_blocks=100)
+    bench.add("r", PROMPT, max_tokens=80)
+    for planner in ("fixed:5", "off", "fixed:5", "off", "fixed:5"):
+        bench.core.set_planner(planner)
+        for _ in range(5):
+            bench.step()
+    bench.run()
+    assert bench.drafter is not None
+    assert not bench.drafter.faults
+    assert sum(delta.num_drafted for delta in bench.deltas["r"][30:]) > 0
+    assert bench.output("r") == text(max_tokens=80)
+
+
+# -- nobody drafts: the drafter's context is given up (scheduler/standby.py) --
+
+
+def costly(bench: Bench) -> Bench:
+    """A draft pays where most of it is right and is far from paying where nothing is."""
+    bench.core.drafting.prices.curve = RefinedCurve(flat_curve(draft_s=0.04))
+    return bench
+
+
+def until_suspended(bench: Bench) -> None:
+    for _ in range(2000):
+        if bench.core.drafting.suspended:
+            return
+        bench.step()
+    raise AssertionError("it is still kept ready")
+
+
+def test_a_drafter_that_is_never_right_is_not_kept_ready_and_is_looked_at_now_and_then() -> None:
+    bench = costly(bench_with("auto", knows=never, max_model_len=3000, num_blocks=900, default_timeout_s=0.0))
+    bench.add("r", PROMPT, max_tokens=2000)
+    bench.run()
+    assert bench.drafter is not None
+    captured = [plan.capture for plan in bench.verifier.plans]
+    since = captured[captured.index(False) :]
+    assert len(since) > 1000
+    looks = sum(now and not before for before, now in itertools.pairwise(since))
+    assert 1 <= looks <= 3
+    assert sum(since) < 40 * looks
+    assert not bench.drafter.faults
+    assert bench.output("r") == text(max_tokens=2000)
+
+
+def test_a_drafter_that_becomes_right_while_it_is_not_kept_ready_is_used_again() -> None:
+    bench = costly(bench_with("auto", knows=never, max_model_len=6000, num_blocks=1600, default_timeout_s=0.0))
+    assert bench.drafter is not None
+    bench.add("r", PROMPT, max_tokens=5000)
+    until_suspended(bench)
+    bench.drafter.knows = always
+    for _ in range(1100):
+        bench.step()
+    assert not bench.core.drafting.suspended
+    assert all(delta.num_accepted for delta in bench.deltas["r"][-20:])
+    assert not bench.drafter.faults
+    bench.run()
+    assert bench.output("r") == text(max_tokens=5000)
+
+
+def test_what_comes_while_nothing_is_captured_drafts_soon_after_the_load_has_gone() -> None:
+    """Sixteen answers are too many to draft for at this price, one is not."""
+    bench = bench_with("auto", knows=sometimes, max_model_len=600, num_blocks=1600)
+    bench.core.drafting.prices.curve = RefinedCurve(flat_curve(fixed_s=0.002, token_s=0.004, draft_s=0.001))
+    for i in range(16):
+        bench.add(f"r{i}", [i, *PROMPT], max_tokens=150 if i else 400)
+    until_suspended(bench)
+    bench.core.drafting.prices.curve = RefinedCurve(flat_curve(fixed_s=0.02, token_s=1e-5, draft_s=0.001))
+    num_rounds = len(bench.deltas["r0"])
+    bench.run()
+    assert bench.drafter is not None
+    first = next(i for i, delta in enumerate(bench.deltas["r0"][num_rounds:]) if delta.num_drafted)
+    assert first < 40
+    assert not bench.drafter.faults
+    for i in range(16):
+        assert bench.output(f"r{i}") == plain(
+            [i, *PROMPT], SamplingParams(temperature=0.0, max_tokens=150 if i else 400)
+        )
+
+
+def test_a_fixed_wish_finds_its_whole_prompt_captured_though_nothing_was() -> None:
+    bench = costly(bench_with("auto", knows=never, max_model_len=1200, num_blocks=400, default_timeout_s=0.0))
+    bench.add("plain", PROMPT, max_tokens=1000)
+    until_suspended(bench)
+    speculating(bench, "two", [3, *PROMPT], Speculation(planner="fixed:2"), max_tokens=40)
+    bench.run()
+    rounds = [delta for delta in bench.deltas["two"] if delta.is_round]
+    assert all(delta.num_drafted > 0 for delta in rounds[:-1])
+
+
+def test_planners_without_a_gate_capture_whatever_an_adaptive_one_had_given_up() -> None:
+    bench = costly(bench_with("auto", knows=never, max_model_len=1200, num_blocks=400, default_timeout_s=0.0))
+    bench.add("r", PROMPT, max_tokens=1000)
+    until_suspended(bench)
+    bench.core.set_planner("fixed:3")
+    bench.step()
+    assert bench.verifier.plans[-1].capture
 
 
 def test_a_preempted_request_gets_its_drafts_back_with_its_rows() -> None:
@@ -813,7 +977,7 @@ def test_a_sleeping_gate_is_woken_by_another_load_and_not_by_one_in_sixteen(num_
     gate = bench.core.drafting._gate
     asked: list[int] = []
     choose = gate.choose
-    gate.choose = lambda *, step, **others: (asked.append(step), choose(step=step, **others))[1]  # type: ignore[method-assign]
+    gate.choose = lambda **given: (asked.append(bench.core._num_planned + 1), choose(**given))[1]  # type: ignore[method-assign]
     while len(bench.output("r0")) < 100 or asked[-1] != bench.core._num_planned:
         bench.step()
     assert bench.core.drafting.shut

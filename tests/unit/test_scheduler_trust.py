@@ -53,9 +53,21 @@ def test_it_never_counts_a_forecast_as_worth_nothing_or_any_price() -> None:
 
 def test_what_failed_is_given_another_chance_after_some_rest() -> None:
     trust = told(0.8)
-    for _ in range(512):
+    for _ in range(2048):
         trust.rest()
     assert trust.factor == pytest.approx(1.0 - 0.2 / math.e, abs=0.01)
+
+
+def test_after_a_rest_a_few_steps_show_that_nothing_has_changed() -> None:
+    rested, busy = told(0.8), told(1.0)
+    for _ in range(8192):
+        rested.rest()
+    assert rested.factor > 0.99
+    for trust in (rested, busy):
+        for _ in range(8):
+            trust.observe(promised=100.0, came=80.0, num_rounds=16)
+    assert rested.factor < 0.91
+    assert busy.factor > 0.97
 
 
 @pytest.mark.parametrize("broken", [0.0, -1.0, math.nan, math.inf])
