@@ -16,7 +16,9 @@ _SAME_LOAD = 8
 # from opening it must be: a gate that opens now and then would have to wait for contexts each time.
 _SETTLES = 512
 _CLEARLY = 0.97
-# Suspended it looks anew after so many steps: that takes some twenty steps of captured rows and a draft.
+# Suspended it is asked less often, for what it was asked about does not change but with the load.
+_ASK_SUSPENDED = 32
+# And it looks anew after so many steps: that takes some twenty steps of captured rows and a draft.
 _LOOKS_AFTER = 512
 
 
@@ -52,7 +54,7 @@ class Standby:
         self._load = num_decoding, wishes
         if may_suspend and margin < _CLEARLY and self._shut_rounds >= _SETTLES:
             self.suspended, self._seemed_open = True, False
-            self._asks_at, self._looks_at = step + _ASK_AGAIN, max(step + _LOOKS_AFTER, next_probe)
+            self._asks_at, self._looks_at = step + _ASK_SUSPENDED, max(step + _LOOKS_AFTER, next_probe)
         else:
             self._asks_at = min(step + _ASK_AGAIN, next_probe)
 
@@ -60,7 +62,7 @@ class Standby:
         """Suspended, it was reckoned whether the gate would open. It takes two such findings to wake: while many prompts are
         computed, few answers run for a moment."""
         self._load = num_decoding, wishes
-        self._asks_at = step + _ASK_AGAIN
+        self._asks_at = min(step + (_ASK_AGAIN if would_open else _ASK_SUSPENDED), max(step + 1, self._looks_at))
         if would_open and self._seemed_open:
             self.wake()
             self.opened()
