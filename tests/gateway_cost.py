@@ -3,6 +3,7 @@ this process, interleaved, at one concurrency.
 
     python -m tests.gateway_cost            # Ray Serve with its fast settings, demo model, 16 at once
     python -m tests.gateway_cost --no-ray   # the server without Ray
+    python -m tests.gateway_cost --threads 0    # the model computes on all cores, those that the gateway needs too
 
 Before each request a client pauses for up to --pause-ms, longer than a step. Without it the two sides do not meet the engine
 alike: in this process the end of an answer and the next request are one moment, just before a step is planned; over HTTP the
@@ -136,7 +137,7 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 async def measure(args: argparse.Namespace, url: str, server_pid: int) -> dict[str, object]:
-    chosen = {"model": {"path": args.model}, "drafter": {"checkpoint": args.drafter}}
+    chosen = {"model": {"path": args.model}, "drafter": {"checkpoint": args.drafter}, "threads": args.threads}
     settings = load_settings(flags={**chosen, "scheduler": {"planner": args.planner}})
     engine = Engine(settings, launch_colocated)
     await engine.start()
@@ -182,6 +183,7 @@ def report(timings: dict[str, list[Timing]], args: argparse.Namespace) -> dict[s
         "rounds": args.rounds,
         "planner": args.planner,
         "ray": not args.no_ray,
+        "threads": args.threads,
         "first_token_ms": {"engine": 1000 * engine_first, "http": 1000 * http_first},
         "per_token_ms": {"engine": 1000 * engine_per, "http": 1000 * http_per},
         "added_first_token_ms": 1000 * (http_first - engine_first),
@@ -200,11 +202,15 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--pause-ms", type=float, default=100.0)
+    # One core is left to gateway, Ray and clients: with all computing, what is measured is how they take turns with the model.
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--threads", type=int, default=max(1, cores - 1), help="that compute; 0 is one per core")
     parser.add_argument("--no-ray", action="store_true")
     args = parser.parse_args()
     # An end that someone asks for still ends the server.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    flags = ["--model", args.model, "--drafter", args.drafter, "--set", f"scheduler.planner={args.planner}"]
+    flags = ["--model", args.model, "--drafter", args.drafter, "--threads", str(args.threads)]
+    flags += ["--set", f"scheduler.planner={args.planner}"]
     with server(flags, ray=not args.no_ray) as (url, pid), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         print(json.dumps(runner.run(measure(args, url, pid))))
 
