@@ -132,8 +132,8 @@ class Drafting:
         assert self.info is not None
         decoding = [live for live in residents if live.decodes]
         wishes = _wishes(residents)
-        if self.suspended:
-            self.gate_state = "suspended"
+        if self.shut:
+            self.gate_state = "suspended" if self.suspended else "shut"
         if self.shut and self._standby.lasts(step, len(decoding), wishes):
             return self.call
         candidates = [live for live in decoding if may_draft(live, self.planner, self.info)]
