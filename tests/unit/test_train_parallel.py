@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -49,35 +48,15 @@ def config(llama_target: Path, tmp_path: Path) -> RunConfig:
 
 
 def train_in_processes(config: RunConfig, num_ranks: int, folder: Path) -> list[dict[str, torch.Tensor]]:
-    """What each rank left. Processes of their own: what other tests did to this one's torch is none of their business."""
+    """What each rank left; several are started by torchrun. Processes of their own: what other tests did to this one's torch is
+    none of their business."""
     folder.mkdir()
     (folder / "config").write_bytes(pickle.dumps(config))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    script = [
-        sys.executable,
-        str(Path(__file__).with_name("train_rank.py")),
-        str(folder / "config"),
-        str(folder / "out"),
-    ]
-    processes = [
-        subprocess.Popen(script, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(num_ranks)
-    ]
-    try:
-        assert [process.wait(timeout=120) for process in processes] == [0] * num_ranks
-    finally:
-        for process in processes:
-            process.kill()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    script = [str(Path(__file__).with_name("train_rank.py")), str(folder / "config"), str(folder / "out")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    launcher = torchrun if num_ranks > 1 else [sys.executable]
+    subprocess.run([*launcher, *script], env=environment, check=True, timeout=120)
     return [load_file(folder / f"out-{rank}.safetensors") for rank in range(num_ranks)]
 
 

@@ -1,4 +1,4 @@
-"""One process of a data-parallel run, for tests: trains as torchrun would start it and leaves its parameters in a file."""
+"""One process of a data-parallel run, for tests: trains as torchrun started it and leaves its parameters in a file."""
 
 from __future__ import annotations
 
