@@ -160,11 +160,11 @@ def least_survivals(*, outlook: Probabilities, num_sampling: float, step_seconds
 
 @lru_cache(maxsize=64)
 def _stops(n: int) -> tuple[Lengths, Seconds]:
-    """[S] numbers of drafts, 0 to n, between which prices are compared: all small ones, then about 7 % apart. [S, S] what rules
+    """[S] numbers of drafts, 0 to n, between which prices are compared: all small ones, then about 10 % apart. [S, S] what rules
     out going back from one to another: infinite on and below the diagonal."""
     stops = np.arange(n + 1)
     if n > _ALL_STOPS:
-        num_far = int(math.log(n / _ALL_STOPS) / math.log(1.07)) + 2
+        num_far = int(math.log(n / _ALL_STOPS) / math.log(1.1)) + 2
         far = np.geomspace(_ALL_STOPS, n, num_far).astype(np.int64)
         stops = np.unique(np.concatenate((np.arange(_ALL_STOPS), far, [n])))
     return stops, np.where(stops > stops[:, None], 0.0, np.inf)
