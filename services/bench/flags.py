@@ -49,6 +49,10 @@ def add_flags(command: Any, defaults: dict[str, str]) -> None:
     command.add_argument(
         "--tpot-ms", type=float, default=200.0, help="and takes per token at most (default %(default)s)"
     )
+    command.add_argument(
+        "--ramp", default="", metavar="CLIENTS", help="a load that rises and falls, clients by stages: 1-16-1"
+    )
+    command.add_argument("--stage-seconds", type=float, default=8.0, help="of the ramp (default %(default)s)")
     command.add_argument("--url", help="measure a running server instead: its address up to /v1")
     command.add_argument("--out", default="", metavar="FILE.json", help="write the numbers")
     command.add_argument(
@@ -61,6 +65,7 @@ def add_flags(command: Any, defaults: dict[str, str]) -> None:
 
 def sweep_of(args: argparse.Namespace, defaults: dict[str, str]) -> Any:
     """services.bench.sweep.Sweep; raises SettingsError."""
+    from services.bench.ramp import stages_of
     from services.bench.report import Limits
     from services.bench.sweep import Sweep
 
@@ -82,6 +87,8 @@ def sweep_of(args: argparse.Namespace, defaults: dict[str, str]) -> Any:
         max_tokens=args.max_tokens,
         answers_per_client=args.answers_per_client,
         rounds=args.rounds,
+        ramp=stages_of(args.ramp) if args.ramp else (),
+        stage_s=args.stage_seconds,
         limits=Limits(args.ttft_ms / 1000, args.tpot_ms / 1000),
     )
 

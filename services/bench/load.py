@@ -69,7 +69,7 @@ async def closed_loop(prompts: Sequence[str], concurrency: int, ask: Ask) -> Ans
             answers.tallies.append(await ask(prompt))
         answers.ended = answers.ended or time.monotonic()
 
-    await _all(client() for _ in range(concurrency))
+    await run_all(client() for _ in range(concurrency))
     return answers
 
 
@@ -86,11 +86,11 @@ async def open_loop(prompts: Sequence[str], rate: float, ask: Ask, *, seed: int)
         except Overloaded:
             answers.num_refused += answers.began <= start + at
 
-    await _all(arrival(prompt, float(at)) for prompt, at in zip(prompts, times, strict=True))
+    await run_all(arrival(prompt, float(at)) for prompt, at in zip(prompts, times, strict=True))
     return answers
 
 
-async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def run_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
     """To the end, or to the first failure, which ends the others too."""
     try:
         async with asyncio.TaskGroup() as group:

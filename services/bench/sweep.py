@@ -2,7 +2,7 @@
 
 At each place (kind of text, temperature, load) every round runs every arm once, each round beginning with another arm, from an
 idle engine. Before an arm is measured its prompts are run once, briefly, so that every prompt is in the prefix cache for all arms
-alike (switching drafting on or off empties it).
+alike (another planner begins with an empty one).
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import Any
 from scheduler.admit import parse_planner
 from scheduler.errors import SettingsError
 from services.bench.arms import AS_CONFIGURED, Subject, subject_of
-from services.bench.load import Answers, closed_loop, open_loop
-from services.bench.pictures import draw
+from services.bench.load import Answers, Ask, closed_loop, open_loop
+from services.bench.pictures import Ramp, draw
 from services.bench.prompts import load_prompts
+from services.bench.ramp import course, ramp_load
 from services.bench.record import Tape
 from services.bench.report import LEGEND, Arm, Limits, Place, points, rows, sustained, table
 from services.generate import Tally
@@ -38,7 +39,7 @@ MIXED = "mixed"
 class Sweep:
     """planners: `server` is a running server as it is. num_prompts: of each kind, 0 is all. kinds: none is all; `mixed` takes
     them in turn. rates: arrivals per second of the open loop, `arrivals` of them a run. answers_per_client: least number in a
-    closed-loop run. rounds: how often each arm is run at each place.
+    closed-loop run. rounds: how often each arm is run at each place. ramp: clients by stages of stage_s seconds, run once an arm.
     """
 
     planners: tuple[str, ...] = ("off", "auto")
@@ -52,6 +53,8 @@ class Sweep:
     max_tokens: int = 96
     answers_per_client: int = 3
     rounds: int = 3
+    ramp: tuple[int, ...] = ()
+    stage_s: float = 8.0
     limits: Limits = field(default_factory=Limits)
 
     def check(self) -> None:
@@ -70,8 +73,10 @@ class Sweep:
         ):
             if value < least:
                 raise SettingsError(f"{flag} {value}: must be at least {least}")
-        if not self.concurrency and not self.rates:
-            raise SettingsError("--concurrency none and no --poisson: nothing to run")
+        if not 0.1 <= self.stage_s <= 86_400.0:
+            raise SettingsError(f"--stage-seconds {self.stage_s:g}: must be from 0.1 to 86400")
+        if not self.concurrency and not self.rates and not self.ramp:
+            raise SettingsError("--concurrency none, no --poisson and no --ramp: nothing to run")
 
     def prompts(self) -> dict[str, list[str]]:
         """By kind; raises SettingsError."""
@@ -119,6 +124,7 @@ class Runner:
 
     def __init__(self, sweep: Sweep, subject: Subject, prompts: dict[str, list[str]], tape: Tape | None = None) -> None:
         self.results: dict[Place, dict[str, Arm]] = {}
+        self.ramps: dict[str, dict[str, Ramp]] = {}
         self.model = subject.model
         self._sweep = sweep
         self._subject = subject
@@ -136,21 +142,39 @@ class Runner:
                     answers = await self._run_arm(place, planner, round_number)
                     arms[planner].add(answers, self._sweep.limits)
                     self._progress.report(arms[planner], round_number, answers)
+        if self._sweep.ramp:
+            for kind, temperature in itertools.product(self._prompts, self._sweep.temperatures):
+                await self._run_ramp(kind, temperature)
 
-    async def _run_arm(self, place: Place, planner: str, round_number: int) -> Answers:
-        sweep, prompts = self._sweep, self._prompts[place.kind]
+    async def _run_ramp(self, kind: str, temperature: float) -> None:
+        sweep = self._sweep
+        panel = f"{kind}, T={temperature:g}, {'-'.join(map(str, sweep.ramp))} clients"
+        arms = self.ramps[panel] = {}
+        for planner in sweep.planners:
+            ask = await self._begin_arm(kind, temperature, planner)
+            began, tallies = await ramp_load(self._prompts[kind], sweep.ramp, sweep.stage_s, ask)
+            arms[planner] = course(began, tallies, sweep.ramp, sweep.stage_s)
+            print(f"ramp {panel} {planner}: {len(tallies)} answers", file=sys.stderr, flush=True)
+
+    async def _begin_arm(self, kind: str, temperature: float, planner: str) -> Ask:
+        """The arm is in use, and warm."""
+        sweep, prompts = self._sweep, self._prompts[kind]
         if self._tape is not None:
-            self._tape.kind = place.kind
+            self._tape.kind = kind
         await self._subject.use(planner)
 
-        def ask_with(max_tokens: int) -> Any:
+        def ask_with(max_tokens: int) -> Ask:
             async def ask(prompt: str) -> Tally:
-                return await self._subject.ask(sweep.body(self._subject.model, prompt, place.temperature, max_tokens))
+                return await self._subject.ask(sweep.body(self._subject.model, prompt, temperature, max_tokens))
 
             return ask
 
         await closed_loop(prompts, min(_WARM_CLIENTS, len(prompts)), ask_with(_WARM_TOKENS))
-        asked, ask = sweep.asked(place, prompts), ask_with(sweep.max_tokens)
+        return ask_with(sweep.max_tokens)
+
+    async def _run_arm(self, place: Place, planner: str, round_number: int) -> Answers:
+        ask = await self._begin_arm(place.kind, place.temperature, planner)
+        asked = self._sweep.asked(place, self._prompts[place.kind])
         if place.concurrency:
             return await closed_loop(asked, place.concurrency, ask)
         return await open_loop(asked, place.rate, ask, seed=round_number)
@@ -196,6 +220,7 @@ def bench(settings: Settings, sweep: Sweep, *, url: str | None, files: Files) ->
         "sweep": asdict(sweep),
         "load_average": round(load_before, 2),
         "sustained": sustained(runner.results),
+        "ramps": {panel: {name: asdict(ramp) for name, ramp in arms.items()} for panel, arms in runner.ramps.items()},
     }
     print("\n".join(table(runner.results)))
     print(LEGEND)
@@ -204,7 +229,7 @@ def bench(settings: Settings, sweep: Sweep, *, url: str | None, files: Files) ->
             write_whole(files.out, json.dumps(document, indent=1))
             print(f"numbers: {files.out}")
         if files.plot:
-            draw(points(runner.results), files.plot, runner.model)
+            draw(points(runner.results), files.plot, runner.model, ramps=runner.ramps)
             print(f"plot: {files.plot}")
     finally:
         # a file that cannot be written must not cost the numbers

@@ -13,8 +13,9 @@ from scheduler.errors import Failed, Overloaded, SettingsError
 from scheduler.wire import Delta
 from services.bench.arms import ServerSubject
 from services.bench.load import Answers, closed_loop, open_loop, tokens_between
-from services.bench.pictures import draw
+from services.bench.pictures import Ramp, draw
 from services.bench.prompts import BUILT_IN, load_prompts
+from services.bench.ramp import course, ramp_load
 from services.bench.report import Arm, Limits, Place, Ratio, best_fixed, percentile, points, rows, sustained, table
 from services.bench.server import count_chunk
 from services.bench.sweep import Runner, Sweep, rotated
@@ -253,6 +254,9 @@ def test_mixed_text_takes_the_kinds_in_turn_and_unknown_kinds_are_named():
         (["--rounds", "0"], "--rounds 0: must be at least 1"),
         (["--arrivals", "2"], "--arrivals 2: must be at least 5"),
         (["--concurrency", "none"], "nothing to run"),
+        (["--ramp", "16"], "--ramp '16': write clients by stages, for example 1-16-1"),
+        (["--ramp", "1-0-1"], "--ramp '1-0-1'"),
+        (["--ramp", "1-2", "--stage-seconds", "nan"], "--stage-seconds nan: must be from 0.1"),
         (["--tpot-ms", "0"], "--tpot-ms 0.0: must be above 0"),
         (["--kinds", "poems"], "--kinds poems: there are"),
         (["--url", "http://127.0.0.1:9/v1", "--record", "x.jsonl"], "--record needs the engine in this process"),
@@ -263,6 +267,37 @@ def test_a_wrong_flag_is_one_line_that_names_it(flags, message, capsys):
         assert main([*command, *flags]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
+
+
+async def test_a_ramp_has_as_many_clients_as_its_stages_say():
+    subject, live = Clockwork(), []
+
+    async def ask(prompt: str) -> Tally:
+        live.append(subject.live + 1)
+        return await subject.ask({"messages": [{"content": prompt}], "max_tokens": 1})
+
+    began, tallies = await ramp_load(["p", "q"], (1, 5, 2), 0.3, ask)
+    by_stage = [[n for n, t in zip(live, tallies, strict=True) if int((t.began - began) / 0.3) == k] for k in range(3)]
+    assert [max(stage) for stage in by_stage] == [1, 5, 2]
+
+
+def test_the_course_of_a_ramp_spreads_each_answer_over_its_time():
+    def answer(at: float, tokens: int, rounds: int, verified: int) -> Tally:
+        return Tally(
+            first_token_s=1.0, last_token_s=5.0, num_tokens=tokens, num_rounds=rounds, num_verified=verified, began=at
+        )
+
+    ramp = course(100.0, [answer(99.0, 80, 40, 120), answer(103.0, 80, 80, 0)], (1, 2), 8.0)
+    assert ramp.seconds == [float(second) for second in range(1, 9)]
+    assert ramp.live == pytest.approx([1.0] * 8)
+    assert ramp.tokens_per_s == pytest.approx([20.0] * 8)
+    assert ramp.budget == pytest.approx([4.0] * 4 + [1.0] * 4)
+
+
+def test_a_ramp_is_drawn_beside_the_sweep_or_alone(tmp_path):
+    ramp = Ramp(seconds=[1.0, 2.0], live=[1.0, 3.0], tokens_per_s=[50.0, 90.0], budget=[3.0, 1.0])
+    draw([], str(tmp_path / "x.png"), "title", ramps={"code": {"auto": ramp, "off": ramp}})
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_pictures_are_drawn_of_every_panel(tmp_path):
