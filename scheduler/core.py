@@ -206,11 +206,11 @@ class PrefixScheduler:
     # -- workers come and go --
 
     def set_planner(self, text: str) -> None:
-        """Between steps only; raises SettingsError. Begins with an empty prefix cache: what one planner computed without the
-        drafter's context would be a burden to the next, and planners that are compared must begin alike."""
+        """Between steps only; raises SettingsError. What nobody holds leaves the prefix cache: what one planner computed
+        without the drafter's context would be a burden to the next, and planners that are compared must begin alike."""
         planner = parse_planner(text)
         if planner != self.drafting.planner:
-            self.residency.tables.clear_cache(self.residency.live.values())
+            self.residency.tables.cache.clear()
             self.drafting.set_planner(planner)
 
     def drafter_lost(self) -> None:
@@ -228,7 +228,7 @@ class PrefixScheduler:
         self.ledger.num_verifier_losses += 1
         self._pending = None
         self.residency.evict_all()
-        self.residency.tables.clear_cache(())
+        self.residency.tables.cache.clear()
         cancelled = [live for live in self.residency.everyone() if live.cancelled]
         return [self._end(live, FinishReason.CANCELLED) for live in cancelled]
 

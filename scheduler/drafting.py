@@ -93,6 +93,7 @@ class Drafting:
         self.planner = planner
         self.shut = False
         self._kept = None
+        self._standby = Standby()
 
     def connect(self, info: DrafterInfo) -> None:
         """The drafter is there, for the first time or again, perhaps another one."""
@@ -100,6 +101,7 @@ class Drafting:
             self._belief = Belief(self._max_live, info.width)
             self._gate = DraftGate(info.width, variable_width=info.variable_width, states=info.has_confidence)
             self._kept = None
+            self._standby = Standby()
         self.info = info
         self.alive = True
 
@@ -131,16 +133,20 @@ class Drafting:
             return self.call
         assert self.info is not None
         decoding = [live for live in residents if live.decodes]
-        wishes = _wishes(residents)
+        # a wish counts from when it can be followed, so that this is a reason to ask
+        wishes = self._wishes(self._with_context(decoding))
+        if self.suspended and any(insists(live, self.planner) for live in residents):
+            self._standby.wake()  # the other cohort, which has nobody like that, was suspended
         if self.shut:
             self.gate_state = "suspended" if self.suspended else "shut"
         if self.shut and self._standby.lasts(step, len(decoding), wishes):
             return self.call
         candidates = [live for live in decoding if may_draft(live, self.planner, self.info)]
         if self.suspended and not self._wakes(candidates, decoding, backlog, step, wishes):
+            self.shut, self.gate_state = True, "suspended"
             return self.call
         self.shut = False
-        able = [live for live in candidates if live.has_context] if self._needs_context else candidates
+        able = self._with_context(candidates)
         if not able:
             return self.call
         self._ask(able, self._kept_or_new(able, _load_of(decoding, backlog), step), step)
@@ -151,7 +157,9 @@ class Drafting:
             step,
             margin=self._gate.margin,
             next_probe=self._gate.next_probe,
-            may_suspend=not self.call.asks and not any(insists(live, self.planner) for live in residents),
+            may_suspend=not self.call.asks
+            and self.planner.adaptive
+            and not any(insists(live, self.planner) for live in residents),
             num_decoding=len(decoding),
             wishes=wishes,
         )
@@ -257,6 +265,15 @@ class Drafting:
         """Most drafted tokens that may be verified for it, within the width that was asked for."""
         return min(most_drafts(live, self.planner), self.call.width)
 
+    def _wishes(self, lives: Sequence[Live]) -> list[str]:
+        """Whose drafts may not be for the gate to weigh, by request id: all, but those without a wish where the deployment
+        weighs."""
+        weighed = self.planner.adaptive
+        return [live.request.request_id for live in lives if live.request.speculation is not None or not weighed]
+
+    def _with_context(self, lives: Sequence[Live]) -> list[Live]:
+        return [live for live in lives if live.has_context or not self._needs_context]
+
     def _wakes(
         self, candidates: Sequence[Live], decoding: Sequence[Live], backlog: int, step: int, wishes: list[str]
     ) -> bool:
@@ -358,11 +375,6 @@ def _beside(table: Seconds, num_fixed: int, fixed_width: int) -> Seconds:
         return table
     widths = np.maximum(np.arange(table.shape[1]), fixed_width)
     return table[num_fixed:, widths]
-
-
-def _wishes(lives: Sequence[Live]) -> list[str]:
-    """Whose planner or width is not the deployment's, by request id."""
-    return [live.request.request_id for live in lives if live.request.speculation is not None]
 
 
 def _load_of(decoding: Sequence[Live], backlog: int) -> StepLoad:

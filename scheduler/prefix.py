@@ -135,12 +135,10 @@ class PrefixCache:
                 self._idle[block] = self._by_block[block]
 
     def clear(self) -> None:
-        """Forgets everything; blocks in use stay with their requests, uncached."""
-        for block in self._by_block:
-            self._allocator.give_back(block)
-        self._entries.clear()
-        self._by_block.clear()
-        self._idle.clear()
+        """Forgets all that nobody holds. What is in use stays cached: two requests may share a block, and were it forgotten, one
+        of them could make it the child of another block than the one the other holds before it."""
+        while self._idle:
+            self._evict_oldest()
 
     def held(self) -> Iterator[int]:
         """The cache's own references, for the allocator's integrity check."""

@@ -5,11 +5,11 @@ Must not know who is served first; scheduler/residency.py decides that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from scheduler.blocks import BlockAllocator, OutOfBlocks
 from scheduler.live import Live
-from scheduler.prefix import ROOT, PrefixCache
+from scheduler.prefix import PrefixCache
 
 
 class BlockTables:
@@ -76,12 +76,6 @@ class BlockTables:
     def miss(self, live: Live) -> None:
         """The drafter will not get the rows computed so far; from the next block on it may have all."""
         live.context_from = self.blocks_for(live.num_computed) * self.block_size
-
-    def clear_cache(self, holders: Iterable[Live]) -> None:
-        """Forgets every prefix; what `holders` have is cached anew with their next blocks."""
-        self.cache.clear()
-        for live in holders:
-            live.num_chained, live.chain, live.publishes = 0, ROOT, True
 
     def release(self, live: Live) -> None:
         self.cache.give_back(live.block_table[: live.num_blocks].tolist())

@@ -741,21 +741,25 @@ def test_a_cached_prefix_that_the_drafter_never_saw_is_a_hit_and_drafting_begins
     assert not bench.drafter.faults
 
 
-def test_another_planner_begins_with_an_empty_prefix_cache_and_what_runs_is_cached_anew() -> None:
+def test_another_planner_begins_with_a_prefix_cache_of_what_runs() -> None:
     bench = bench_with("fixed:5", num_blocks=100)
+    bench.add("over", [8, *PROMPT], max_tokens=1)
+    bench.run()
     bench.add("r", PROMPT, max_tokens=30)
     for _ in range(3):
         bench.step()
-    assert bench.core.residency.tables.cache.num_cached > 0
+    cache = bench.core.residency.tables.cache
+    before = cache.num_cached
     bench.core.set_planner("fixed:5")
-    assert bench.core.residency.tables.cache.num_cached > 0, "it is the same planner"
+    assert cache.num_cached == before, "it is the same planner"
     bench.core.set_planner("off")
-    assert bench.core.residency.tables.cache.num_cached == 0
+    assert (cache.num_idle, cache.num_cached) == (0, before - 2)
     bench.run()
-    bench.add("again", PROMPT, max_tokens=30)
+    for name, prompt in (("again", PROMPT), ("over again", [8, *PROMPT])):
+        bench.add(name, prompt, max_tokens=30)
     bench.run()
-    usage = bench.ending("again").usage
-    assert usage is not None and usage.cached_tokens == 4
+    cached = [bench.ending(name).usage.cached_tokens for name in ("again", "over again")]  # type: ignore[union-attr]
+    assert cached == [4, 0]
     assert bench.output("r") == bench.output("again") == text(max_tokens=30)
 
 
@@ -848,6 +852,69 @@ def test_a_fixed_wish_finds_its_whole_prompt_captured_though_nothing_was() -> No
     bench.run()
     rounds = [delta for delta in bench.deltas["two"] if delta.is_round]
     assert all(delta.num_drafted > 0 for delta in rounds[:-1])
+
+
+def test_a_fixed_wish_drafts_from_its_first_round_though_the_gate_was_asked_during_its_prompt() -> None:
+    """One answer more among sixteen is the same load; that it can draft now is what counts."""
+    bench = costly(bench_with("auto", knows=never, max_model_len=200, num_blocks=800, prefill_chunk=64, max_live=32))
+    for i in range(16):
+        bench.add(f"p{i}", [i, *PROMPT], max_tokens=60)
+    for _ in range(12):
+        bench.step()
+    assert bench.core.drafting.shut and not bench.core.drafting.suspended
+    bench.core.config = dataclasses.replace(bench.core.config, prefill_chunk=16)
+    speculating(bench, "two", [i % 7 for i in range(40)], Speculation(planner="fixed:2"), max_tokens=20)
+    bench.run()
+    assert all(delta.num_drafted for delta in bench.deltas["two"] if delta.is_round and delta.finish_reason is None)
+
+
+def test_where_drafts_are_not_weighed_a_shut_gate_of_one_request_holds_nobody_up() -> None:
+    """The one with a planner of its own has its context first; the others draft as soon as they have theirs."""
+    bench = costly(bench_with("fixed:3", knows=never, max_model_len=200, num_blocks=400))
+    core, drafter = bench.core, bench.drafter
+    assert drafter is not None
+    for i in range(3):
+        bench.add(f"r{i}", [i, *PROMPT], max_tokens=60)
+    bench.step()
+    core.drafter_lost()
+    drafter.forget()
+    bench.features.clear()
+    core.drafter_back(drafter.info())
+    num_before = len(bench.deltas["r0"])
+    speculating(bench, "weighed", [7, *PROMPT], Speculation(planner="auto"), max_tokens=60)
+    bench.run()
+    first = next(i for i, delta in enumerate(bench.deltas["r0"][num_before:]) if delta.num_drafted)
+    assert first < LEAST_CONTEXT + bench.verifier.block_size
+    assert not drafter.faults
+
+
+@pytest.mark.parametrize("event", ["planner", "drafter"])
+def test_what_ends_drafting_for_a_while_does_not_make_a_suspended_gate_be_reckoned_every_step(event: str) -> None:
+    bench = costly(bench_with("auto", knows=never, max_model_len=3000, num_blocks=900, default_timeout_s=0.0))
+    bench.add("r", PROMPT, max_tokens=2500)
+    until_suspended(bench)
+    core, drafter = bench.core, bench.drafter
+    assert drafter is not None
+    if event == "planner":
+        core.set_planner("off")
+        bench.step()
+        core.set_planner("auto")
+        assert not core.drafting.suspended, "it begins like any other"
+        until_suspended(bench)
+    drafter.forget()
+    bench.features.clear()
+    core.drafter_lost()
+    bench.step()
+    core.drafter_back(drafter.info())
+    asked: list[int] = []
+    choose = core.drafting._gate.choose
+    core.drafting._gate.choose = lambda **given: (asked.append(core._num_planned + 1), choose(**given))[1]  # type: ignore[method-assign]
+    for _ in range(32):
+        bench.step()
+    assert core.drafting.suspended and core.drafting.shut
+    assert 1 <= len(asked) <= 4
+    core.drafter_back(dataclasses.replace(drafter.info(), fingerprint="another"))
+    assert not core.drafting.suspended, "another drafter gets its chance"
 
 
 def test_planners_without_a_gate_capture_whatever_an_adaptive_one_had_given_up() -> None:
