@@ -60,12 +60,12 @@ def parse_planner(text: str) -> Planner:
     rule, colon, value = text.strip().partition(":")
     if not colon and rule in (Rule.AUTO, Rule.ALGORITHM1, Rule.OFF):
         return Planner(Rule(rule))
-    if rule == Rule.FIXED and value.isascii() and value.isdigit() and int(value) >= 1:
+    if rule == Rule.FIXED and value.isascii() and value.isdigit() and len(value) < 10 and int(value) >= 1:
         return Planner(Rule.FIXED, int(value))
     if rule == Rule.THRESHOLD and (threshold := _fraction(value)) is not None:
         return Planner(Rule.THRESHOLD, threshold)
     raise SettingsError(
-        f"scheduler.planner {text!r} is not a planner; use auto, algorithm1, fixed:k (k >= 1), "
+        f"scheduler.planner {text!r} is not a planner; use auto, algorithm1, fixed:k (k from 1 to 999999999), "
         "threshold:x (x from 0 to 1) or off"
     )
 

@@ -85,7 +85,12 @@ SENSIBLE: dict[str, list[Any]] = {
     "top_logprobs": [0, 5],
     "timeout": [30, 1e9],
     "priority": [-5, 5],
-    "speculation": [{"mode": "off"}, {"mode": "fixed:2", "max_draft_tokens": 1}, {"mark_drafted": True}],
+    "speculation": [
+        {"mode": "off"},
+        {"mode": "fixed:2", "max_draft_tokens": 1},
+        {"mark_drafted": True},
+        {"mode": "fixed:9" + "0" * 30},
+    ],
     "text_class": ["code"],
     "chat_template_kwargs": [{"enable_thinking": False}, {"self": 1}],
     "best_of": [1, 2],

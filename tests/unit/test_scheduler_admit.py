@@ -357,7 +357,8 @@ def test_planner_settings_are_read_and_written_alike(text: str, planner: Planner
 
 
 @pytest.mark.parametrize(
-    "text", ["", "fixed", "fixed:", "fixed:0", "fixed:-1", "fixed:x", "threshold:1.5", "off:1", "auto:2"]
+    "text",
+    ["", "fixed", "fixed:", "fixed:0", "fixed:1000000000", "fixed:-1", "fixed:x", "threshold:1.5", "off:1", "auto:2"],
 )
 def test_a_wrong_planner_is_refused_with_the_choices(text: str) -> None:
     with pytest.raises(SettingsError, match=r"scheduler\.planner .* is not a planner; use auto, algorithm1, fixed:k"):

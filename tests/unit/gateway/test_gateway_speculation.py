@@ -77,6 +77,7 @@ async def test_a_mode_the_policy_leaves_out_is_refused_by_name(bench, make_scrip
     [
         ({"mode": "fast"}, None, "speculation.mode"),
         ({"mode": 3}, None, "speculation.mode"),
+        ({"mode": f"fixed:{10**20}"}, None, "speculation.mode"),
         ({"mode": ""}, "off", "speculation.mode"),
         ({}, "fixed:0", "x-speculation"),
         ({"max_draft_tokens": -1}, None, "speculation.max_draft_tokens"),
