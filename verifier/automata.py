@@ -19,7 +19,7 @@ from llguidance.numpy import fill_next_token_bitmask
 from scheduler.errors import InternalFault, ServingError
 from scheduler.wire import Extension, Grammar, IntArray, SamplingParams
 from verifier.grammar import GrammarCompiler
-from verifier.masks import Constraint, Words, has, num_words, put
+from verifier.masks import Constraint, Words, has, num_words, put, tokens_of
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,8 @@ class Automata:
             words[:] = 0
             return
         put(words, self._compiler.end_id, False)
+        if self._compiler.unwritable:
+            _drop_misspelt(matcher, words, self._compiler.unwritable)
         with_stops = words.copy()
         for stop in params.stop_ids:
             put(words, stop, False)
@@ -130,6 +132,16 @@ class Automata:
             if idle == 0 or (idle < _FORGET_AFTER and len(self._automata) <= self._max_live):
                 return
             self._automata.popitem(last=False)
+
+
+def _drop_misspelt(matcher: LLMatcher, words: Words, unwritable: bytes) -> None:
+    """Where the grammar asks for certain bytes, the library allows the tokens they are made of; for bytes that the model has no
+    token for, those are others."""
+    forced = matcher.compute_ff_bytes()
+    if any(byte in unwritable for byte in forced):
+        for token_id in tokens_of(words):
+            if not matcher.validate_tokens([token_id]):
+                put(words, token_id, False)
 
 
 def _roll_back(automaton: _Automaton, output: IntArray) -> bool:

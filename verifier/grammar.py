@@ -46,6 +46,7 @@ class GrammarCompiler:
         self._folder = folder
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
+        self._unwritable = b""
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._loading = threading.Lock()
         self._lock = threading.Lock()
@@ -64,6 +65,12 @@ class GrammarCompiler:
     def num_ids(self) -> int:
         """Bits in a mask: those of the model's vocabulary first; all the others are never set but for `end_id`."""
         return self._loaded().vocab_size
+
+    @property
+    def unwritable(self) -> bytes:
+        """The bytes that no token of the model stands for by itself."""
+        self._loaded()
+        return self._unwritable
 
     def compile(self, grammar: Grammar) -> LLMatcher:
         """An automaton in its first state, the caller's own. Raises BadParams."""
@@ -96,7 +103,9 @@ class GrammarCompiler:
     def _loaded(self) -> LLTokenizer:
         with self._loading:
             if self._tokenizer is None:
-                self._tokenizer = _load_tokenizer(self._folder / "tokenizer.json", self._vocab_size)
+                loaded = _load_tokenizer(self._folder / "tokenizer.json", self._vocab_size)
+                self._unwritable = bytes(byte for byte in range(256) if not _writes(loaded, bytes((byte,))))
+                self._tokenizer = loaded
             return self._tokenizer
 
 
@@ -112,6 +121,10 @@ def _load_tokenizer(path: Path, vocab_size: int) -> LLTokenizer:
         raise BadParams(
             f"this model cannot follow a grammar: its tokenizer.json does not serve ({error})", "response_format"
         ) from None
+
+
+def _writes(tokenizer: LLTokenizer, text: bytes) -> bool:
+    return bytes(tokenizer.decode_bytes(tokenizer.tokenize_bytes(text))) == text
 
 
 def _definition(grammar: Grammar) -> str:

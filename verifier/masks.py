@@ -54,6 +54,12 @@ def num_words(vocab_size: int) -> int:
     return -(-vocab_size // _WORD_BITS)
 
 
+def tokens_of(words: Words) -> list[int]:
+    """The tokens of a row of words [W], in ascending order."""
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    return [int(token_id) for token_id in np.flatnonzero(bits)]
+
+
 def has(words: Words, token_id: int) -> bool:
     return bool(int(words[token_id // _WORD_BITS]) >> token_id % _WORD_BITS & 1)
 

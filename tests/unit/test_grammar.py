@@ -256,6 +256,16 @@ def test_a_grammar_that_the_vocabulary_cannot_spell_ends_its_own_request_only(au
     assert early.dead_from == 1 and early.num_run == early.num_judged == 1
 
 
+@pytest.mark.parametrize("expression", ["Z", "Zab", "(Za|Zb)c"])
+def test_a_text_that_must_begin_with_what_the_vocabulary_cannot_spell_has_no_token(
+    automata: Automata, expression
+) -> None:
+    """The library itself would allow a token of other text here."""
+    dead = replace(GREEDY, grammar=Grammar("regex", expression))
+    found = automata.constrain([extension(dead, [], [], expression)])[0][expression]
+    assert found.dead_from == 0 and "no token of this model may follow" in found.dead_reason
+
+
 # --- states are a cache
 
 
