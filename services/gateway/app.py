@@ -123,7 +123,14 @@ def create_app(scheduler: Schedulers, config: GatewayConfig, *, request_ids: boo
         if log is not None:
             await asyncio.to_thread(log.close)
 
-    app = FastAPI(title="DSpark Serve", description=_ABOUT, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="DSpark Serve",
+        description=_ABOUT,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     app.openapi = lambda: _openapi(app, gateway)  # type: ignore[method-assign]
     app.state.gateway = gateway
     app.include_router(router)

@@ -62,7 +62,7 @@ class GenerationFields(StructuredFields):
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_BIASES)
     max_tokens: int | None = Field(None, ge=1, lt=INT64)
     min_tokens: int | None = Field(None, ge=0, lt=INT64)

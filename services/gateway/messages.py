@@ -37,6 +37,8 @@ class Message(BaseModel):
                 raise ValueError(f"{name} is not supported by this server")
         if message.get("content") is None and not message.get("tool_calls"):
             raise ValueError("content is required")
+        if not _are_calls(message.get("tool_calls")):
+            raise ValueError("tool_calls must be a list of objects with function.name and function.arguments")
         return message
 
     def for_template(self) -> dict[str, Any]:
@@ -54,6 +56,21 @@ def _part_text(part: Any) -> str:
     if kind in ("text", "refusal"):
         raise ValueError(f"a content part of type {kind!r} needs a string {kind!r}")
     raise ValueError(f"content part of type {str(kind)[:40]!r} is not supported; only text parts are")
+
+
+def _are_calls(calls: Any) -> bool:
+    if calls is None:
+        return True
+    return isinstance(calls, list) and all(
+        isinstance(each, Mapping) and _is_function(each.get("function")) for each in calls
+    )
+
+
+def _is_function(made: Any) -> bool:
+    """Arguments are JSON text; some clients send back the object that they read from it."""
+    if not isinstance(made, Mapping):
+        return False
+    return isinstance(made.get("name"), str) and isinstance(made.get("arguments", ""), str | Mapping)
 
 
 def _template_calls(tool_calls: Any) -> dict[str, Any]:

@@ -15,11 +15,12 @@ def sampling_params(
     the answer may fill the context. Raises ContextTooLong."""
     room = card.max_model_len - num_prompt
     wanted = fields.wanted_tokens
-    if room < 1 or (wanted or 1) > room:
-        asked = f"{wanted} tokens were asked for" if wanted else "at least 1 is needed for the answer"
+    least = wanted or fields.min_tokens or 1
+    if room < least:
+        asked = f"{wanted} tokens were asked for" if wanted else f"the answer needs at least {least}"
         raise ContextTooLong(
             f"the context holds {card.max_model_len} tokens: the prompt has {num_prompt} "
-            f"and {asked}, together {num_prompt + (wanted or 1)}",
+            f"and {asked}, together {num_prompt + least}",
             fields.prompt_field,
         )
     eos = () if fields.ignore_eos else card.eos_ids
@@ -30,7 +31,7 @@ def sampling_params(
         min_p=_first(fields.min_p, card.defaults.get("min_p"), 0.0),
         seed=fields.seed,
         max_tokens=wanted or room,
-        min_tokens=min(fields.min_tokens or 0, room),
+        min_tokens=fields.min_tokens or 0,
         stop_ids=tuple(dict.fromkeys((*eos, *(fields.stop_token_ids or ())))),
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,

@@ -153,6 +153,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._held = ""
+        self._num_passed = 0
         self.searches = bool(self._stops)
         self.matched = False
 
@@ -165,17 +166,33 @@ class StopMatcher:
         if cut is not None:
             self.matched, self._held = True, ""
             return window[:cut]
-        keep = self._possible_prefix(window)
-        self._held = window[len(window) - keep :]
-        return window[: len(window) - keep]
+        return self._hold_back(window)
+
+    def pass_over(self, text: str) -> str:
+        """What can be shown of text that ends no stop string (min_tokens); one that ends later may begin in it."""
+        if not self._stops:
+            return text
+        window = self._held + text
+        self._num_passed = len(window)
+        return self._hold_back(window)
 
     def flush(self) -> str:
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, window: str) -> int | None:
-        found = [(start + len(stop), start) for stop in self._stops if (start := window.find(stop)) >= 0]
+        """Where the match begins, which ends beyond what was passed over."""
+        found = []
+        for stop in self._stops:
+            start = window.find(stop, max(0, self._num_passed + 1 - len(stop)))
+            if start >= 0:
+                found.append((start + len(stop), start))
         return min(found)[1] if found else None
+
+    def _hold_back(self, window: str) -> str:
+        shown = len(window) - self._possible_prefix(window)
+        self._held, self._num_passed = window[shown:], max(0, self._num_passed - shown)
+        return window[:shown]
 
     def _possible_prefix(self, window: str) -> int:
         """Length of the longest end of `window` with which a stop string begins."""
@@ -195,9 +212,9 @@ def _overlap(window: str, stop: str) -> int:
 class OutputText:
     """Ids of one answer to its text, with stop strings; counts the tokens the client is charged for.
 
-    A stop id that ended the answer is counted and not shown. Tokens after a stop string are neither. In the text of the
-    first `num_unsearched` tokens no stop string is looked for (min_tokens). `keeps_starts`: `starts` has for each token the
-    characters of text before it.
+    A stop id that ended the answer is counted and not shown. Tokens after a stop string are neither. No stop string ends
+    with the first `num_unsearched` tokens (min_tokens). `keeps_starts`: `starts` has for each token the characters of text
+    before it.
     """
 
     def __init__(
@@ -251,7 +268,7 @@ class OutputText:
 
     def _search(self, text: str) -> str:
         self.num_chars += len(text)
-        return text if self.num_tokens <= self._num_unsearched else self._matcher.push(text)
+        return self._matcher.pass_over(text) if self.num_tokens <= self._num_unsearched else self._matcher.push(text)
 
     def _shown(self, text: str) -> str:
         self.num_shown += len(text)

@@ -24,6 +24,15 @@ from services.gateway.errors import TABLE, answer_to, error_response
 from services.gateway.refusals import CHAT_UNSUPPORTED
 
 CHAT = "/v1/chat/completions"
+# What is no list of earlier tool calls.
+NO_CALLS = [
+    "f",
+    {"f": 1},
+    [1],
+    [{"id": "c"}],
+    [{"function": {"name": 5}}],
+    [{"function": {"name": "f", "arguments": 7}}],
+]
 
 
 def all_kinds(root: type[ServingError] = ServingError) -> set[type[ServingError]]:
@@ -166,6 +175,7 @@ async def test_a_body_that_is_no_json_object_is_a_400(bench, make_script, conten
         ({"stop": [1]}, "stop"),
         ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
         ({"stop_token_ids": "x"}, "stop_token_ids"),
+        *(({"messages": [{"role": "assistant", "tool_calls": calls}]}, "messages.0") for calls in NO_CALLS),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
@@ -214,15 +224,16 @@ async def test_a_context_that_is_too_small_is_a_400_with_both_numbers(bench, mak
             await client.post(CHAT, json=body(messages=[{"role": "user", "content": "é" * 300}])), 400
         )
         asked = check_envelope(await client.post(CHAT, json=body(max_tokens=250)), 400)
-    for error in (long, asked):
+        least = check_envelope(await client.post(CHAT, json=body(min_tokens=250)), 400)
+    for error in (long, asked, least):
         assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
         assert "256" in error["message"]
-    assert "250" in asked["message"] and not scheduler.requests
+    assert "250" in asked["message"] and "at least 250" in least["message"] and not scheduler.requests
 
 
 async def test_unknown_routes_and_wrong_methods_are_enveloped(bench, make_script):
     async with bench.serve(make_script()) as (client, _):
-        for path in ("/", "/v1", "/v1/embeddings", "/v1/chat/completions/x"):
+        for path in ("/", "/v1", "/v1/embeddings", "/v1/chat/completions/x", "/v1/chat/completions/", "/health/"):
             assert path in check_envelope(await client.get(path), 404)["message"]
         wrong = await client.get(CHAT)
         check_envelope(wrong, 405)

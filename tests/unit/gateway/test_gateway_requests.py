@@ -229,6 +229,17 @@ async def test_stop_strings_are_not_looked_for_before_min_tokens(bench, make_scr
     assert early["choices"][0]["message"]["content"] == ""
 
 
+@pytest.mark.parametrize("width", [1, 7])
+async def test_a_stop_string_that_ends_after_min_tokens_ends_the_answer(bench, make_script, body, width):
+    """Also where it begins before: its beginning is held back."""
+    ids = bench.ids("one two one two one")
+    rounds = [ids[start : start + width] for start in range(0, len(ids), width)]
+    async with bench.serve(make_script(rounds, FinishReason.LENGTH)) as (client, _):
+        answer = (await client.post(CHAT, json=body(stop="one t", min_tokens=1))).json()
+    assert answer["choices"][0]["message"]["content"] == "" and answer["choices"][0]["finish_reason"] == "stop"
+    assert 1 < answer["usage"]["completion_tokens"] < len(ids)
+
+
 async def test_the_documentation_page_needs_nothing_from_elsewhere(bench, make_script):
     async with bench.serve(make_script()) as (client, _):
         page = await client.get("/docs")

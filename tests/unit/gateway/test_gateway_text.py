@@ -127,9 +127,9 @@ def test_a_decoder_of_another_kind_is_refused_by_name(rust_tokenizer):
         Tokenizer(json.dumps(spec))
 
 
-def cut_by_hand(text: str, stops: list[str]) -> str:
+def cut_by_hand(text: str, stops: list[str], num_passed: int = 0) -> str:
     """The obvious twin: grow the text by one character and look whether it ends with a stop string."""
-    for end in range(1, len(text) + 1):
+    for end in range(num_passed + 1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
             return text[: min(starts)]
@@ -152,6 +152,24 @@ def test_stop_strings_are_found_the_same_wherever_the_text_is_cut(text, stops, s
         start += width
     shown += "" if matcher.matched else matcher.flush()
     assert shown == cut_by_hand(text, stops)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text(alphabet="ab ", max_size=30),
+    stops=st.lists(st.text(alphabet="ab ", min_size=1, max_size=5), min_size=1, max_size=4),
+    num_passed=st.integers(0, 30),
+    seed=st.integers(0, 2**16),
+)
+def test_a_stop_string_may_begin_but_not_end_in_text_that_is_passed_over(text, stops, num_passed, seed):
+    dice, matcher, shown, start = random.Random(seed), StopMatcher(stops), "", 0
+    while start < len(text) and not matcher.matched:
+        end = start + dice.randint(1, 4)
+        end = min(end, num_passed) if start < num_passed else end
+        shown += (matcher.pass_over if start < num_passed else matcher.push)(text[start:end])
+        start = end
+    shown += "" if matcher.matched else matcher.flush()
+    assert shown == cut_by_hand(text, stops, num_passed)
 
 
 def test_text_that_cannot_begin_a_stop_string_is_not_held_back():

@@ -254,6 +254,8 @@ async def test_tokenize_counts_the_tools_too(bench, make_script, body):
         asked = body(tools=[WEATHER])
         with_tools = (await client.post("/tokenize", json=asked)).json()
         without = (await client.post("/tokenize", json=body())).json()
+        not_shown = (await client.post("/tokenize", json=asked | {"tool_choice": "none"})).json()
+    assert not_shown["tokens"] == without["tokens"]
     assert with_tools["count"] > without["count"] + 50
     assert "# Tools" in bench.tokenizer.decode(with_tools["tokens"])
 
