@@ -135,7 +135,8 @@ class Drafting:
         decoding = [live for live in residents if live.decodes]
         # a wish counts from when it can be followed, so that this is a reason to ask
         wishes = self._wishes(self._with_context(decoding))
-        if self.suspended and any(insists(live, self.planner) for live in residents):
+        wanted = any(insists(live, self.planner) for live in residents)
+        if wanted:
             self._standby.wake()  # the other cohort, which has nobody like that, was suspended
         if self.shut:
             self.gate_state = "suspended" if self.suspended else "shut"
@@ -157,9 +158,7 @@ class Drafting:
             step,
             margin=self._gate.margin,
             next_probe=self._gate.next_probe,
-            may_suspend=not self.call.asks
-            and self.planner.adaptive
-            and not any(insists(live, self.planner) for live in residents),
+            may_suspend=self.planner.adaptive and not self.call.asks and not wanted,
             num_decoding=len(decoding),
             wishes=wishes,
         )

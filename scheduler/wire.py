@@ -111,10 +111,10 @@ class DraftAsk:
     """A request that drafts this step.
 
     anchor_id: the last committed token, whose KV row does not exist yet.
-    start: RoPE position of the anchor = number of context rows in the draft KV cache.
+    start: RoPE position of the anchor; its context rows in the draft KV cache are those at context_from..start-1.
     block_ids: the request's block table, covering at least positions 0..start-1.
     context_from: first position from which on the drafter has all rows, at the beginning of a block; those before it are not
-        to be looked at (scheduler/context.py).
+        to be looked at (scheduler/tables.py).
     output_index: number of output tokens committed so far; draft k (0-based) would become output token output_index + k,
         which is the position that keys the seeded noise.
     context_ids: the committed tokens, for drafters that say so in `DrafterInfo.needs_tokens` (n-gram) and for requests with

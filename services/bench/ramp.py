@@ -23,7 +23,7 @@ _BINS = 8
 
 
 def stages_of(text: str) -> tuple[int, ...]:
-    """ "1-16-1" -> (1, 16, 1); raises SettingsError."""
+    """Of `1-16-1` 1, 16 and 1; raises SettingsError."""
     parts = text.split("-")
     if len(parts) < 2 or not all(part.isascii() and part.isdigit() and 0 < int(part) < 100_000 for part in parts):
         raise SettingsError(f"--ramp {text!r}: write clients by stages, for example 1-16-1")
