@@ -22,8 +22,9 @@ SWEEP = {
 def add_flags(command: Any, defaults: dict[str, str]) -> None:
     command.add_argument(
         "--planners",
-        help=f"comma-separated arms (default {defaults['planners']}); with --url each request asks for its arm, and `server` "
-        "leaves the server as it is",
+        help=f"comma-separated arms (default {defaults['planners']}"
+        + ("; with --url `server`" if defaults is BENCH else "")
+        + "); with --url each request asks for its arm, and `server` leaves the server as it is",
     )
     command.add_argument(
         "--concurrency", default=defaults["concurrency"], help="clients, comma-separated, or none (default %(default)s)"

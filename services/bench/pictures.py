@@ -31,6 +31,15 @@ class Ramp:
     tokens_per_s: list[float]
     budget: list[float]
 
+    def by_stage(self, stage_s: float, num_stages: int) -> list[tuple[float, float]]:
+        """Means of tokens per second and budget in each of so many stages; 0 where nothing ran."""
+        means = []
+        for stage in range(num_stages):
+            inside = [i for i, at in enumerate(self.seconds) if stage * stage_s < at <= (stage + 1) * stage_s + 1e-9]
+            each = [sum(column[i] for i in inside) / max(1, len(inside)) for column in (self.tokens_per_s, self.budget)]
+            means.append((each[0], each[1]))
+        return means
+
 
 def draw(
     points: Sequence[Point], path: str, title: str, *, ramps: Mapping[str, Mapping[str, Ramp]] | None = None

@@ -153,8 +153,14 @@ class Runner:
         for planner in sweep.planners:
             ask = await self._begin_arm(kind, temperature, planner)
             began, tallies = await ramp_load(self._prompts[kind], sweep.ramp, sweep.stage_s, ask)
-            arms[planner] = course(began, tallies, sweep.ramp, sweep.stage_s)
-            print(f"ramp {panel} {planner}: {len(tallies)} answers", file=sys.stderr, flush=True)
+            ramp = arms[planner] = course(began, tallies, sweep.ramp, sweep.stage_s)
+            said = "; ".join(
+                f"{clients}: {speed:.0f} tok/s, budget {budget:.2f}"
+                for clients, (speed, budget) in zip(
+                    sweep.ramp, ramp.by_stage(sweep.stage_s, len(sweep.ramp)), strict=True
+                )
+            )
+            print(f"ramp {panel} {planner}: {len(tallies)} answers; {said}", file=sys.stderr, flush=True)
 
     async def _begin_arm(self, kind: str, temperature: float, planner: str) -> Ask:
         """The arm is in use, and warm."""
@@ -222,8 +228,9 @@ def bench(settings: Settings, sweep: Sweep, *, url: str | None, files: Files) ->
         "sustained": sustained(runner.results),
         "ramps": {panel: {name: asdict(ramp) for name, ramp in arms.items()} for panel, arms in runner.ramps.items()},
     }
-    print("\n".join(table(runner.results)))
-    print(LEGEND)
+    if runner.results:
+        print("\n".join(table(runner.results)))
+        print(LEGEND)
     try:
         if files.out:
             write_whole(files.out, json.dumps(document, indent=1))

@@ -292,6 +292,7 @@ def test_the_course_of_a_ramp_spreads_each_answer_over_its_time():
     assert ramp.live == pytest.approx([1.0] * 8)
     assert ramp.tokens_per_s == pytest.approx([20.0] * 8)
     assert ramp.budget == pytest.approx([4.0] * 4 + [1.0] * 4)
+    assert ramp.by_stage(4.0, 3) == [(20.0, 4.0), (20.0, 1.0), (0.0, 0.0)]
 
 
 def test_a_ramp_is_drawn_beside_the_sweep_or_alone(tmp_path):
