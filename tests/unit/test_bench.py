@@ -269,16 +269,32 @@ def test_a_wrong_flag_is_one_line_that_names_it(flags, message, capsys):
         assert message in error and error.count("\n") == 1
 
 
-async def test_a_ramp_has_as_many_clients_as_its_stages_say():
-    subject, live = Clockwork(), []
+def virtual_time(monkeypatch) -> None:
+    """From here on the running loop never waits: its clock jumps to whatever is due next."""
+    loop, now = asyncio.get_running_loop(), [time.monotonic()]
+    select = loop._selector.select
+
+    def jump(timeout=None):
+        now[0] += timeout or 0.0
+        return select(0)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(loop._selector, "select", jump)
+
+
+async def test_a_ramp_has_as_many_clients_as_its_stages_say(monkeypatch):
+    virtual_time(monkeypatch)
+    subject, asked = Clockwork(), []
 
     async def ask(prompt: str) -> Tally:
-        live.append(subject.live + 1)
+        asked.append((time.monotonic(), subject.live + 1))
         return await subject.ask({"messages": [{"content": prompt}], "max_tokens": 1})
 
-    began, tallies = await ramp_load(["p", "q"], (1, 5, 2), 0.3, ask)
-    by_stage = [[n for n, t in zip(live, tallies, strict=True) if int((t.began - began) / 0.3) == k] for k in range(3)]
-    assert [max(stage) for stage in by_stage] == [1, 5, 2]
+    began, tallies = await ramp_load(["p", "q"], (1, 5, 2), 0.303, ask)
+    assert len(tallies) == len(asked) and subject.most == 5
+    by_stage = [[live for at, live in asked if int((at - began + 1e-6) / 0.303) == stage] for stage in range(3)]
+    assert max(by_stage[0]) == 1 and max(by_stage[2][10:]) == 2, "what the stage before began is answered first"
+    assert [stage[-1] for stage in by_stage] == [1, 5, 2]
 
 
 def test_the_course_of_a_ramp_spreads_each_answer_over_its_time():
