@@ -29,31 +29,41 @@ _HALVINGS = 24
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """with_bias False is the paper's method. least_rounds: a position that fewer rounds reached stays as the head says it."""
+    """with_bias False is the paper's method. least_rounds: a position that fewer rounds reached is not fitted but inherits."""
 
     temperatures: tuple[float, ...] = TEMPERATURES
     with_bias: bool = True
     least_rounds: int = 50
 
 
-def fit_scaling(rounds: Rounds, search: Search | None = None) -> Scaling:
-    """Raises ValueError for rounds without logits."""
+def num_reached(rounds: Rounds) -> list[int]:
+    """[γ]: how many rounds tell about a position, which are those that proposed it and accepted all drafts before it."""
+    return [int(((rounds.proposed > k) & (rounds.accepted >= k)).sum()) for k in range(rounds.width)]
+
+
+def fit_scaling(rounds: Rounds, search: Search | None = None, known: Scaling | None = None) -> Scaling:
+    """A position that too few rounds reached inherits: from `known`, an earlier fit of the same head and regime, otherwise
+    from the position before it, and the first from nobody (temperature 1, bias 0). Raises ValueError for rounds without logits.
+    """
     search = search or Search()
+    reached = num_reached(rounds)
     survival = np.ones(len(rounds))
-    temperatures, biases = [], []
+    pairs: list[tuple[float, float]] = []
     for k in range(rounds.width):
         rows = rounds.proposed > k
         logits = rounds.logits[rows, k].astype(np.float32)
         if np.isnan(logits).any():
             raise ValueError("rounds without confidence logits cannot be calibrated")
         accepted = rounds.accepted[rows]
-        temperature, bias = 1.0, 0.0
-        if (accepted >= k).sum() >= search.least_rounds:
-            temperature, bias = _best(survival[rows], logits, accepted >= k, accepted > k, search)
+        if reached[k] >= search.least_rounds:
+            pairs.append(_best(survival[rows], logits, accepted >= k, accepted > k, search))
+        elif known:
+            pairs.append((known.temperatures[k], known.biases[k]))
+        else:
+            pairs.append(pairs[-1] if pairs else (1.0, 0.0))
+        temperature, bias = pairs[-1]
         survival[rows] *= sigmoid(logits / temperature + bias)
-        temperatures.append(temperature)
-        biases.append(bias)
-    return Scaling(tuple(temperatures), tuple(biases))
+    return Scaling(tuple(t for t, _ in pairs), tuple(b for _, b in pairs))
 
 
 def _best(

@@ -31,6 +31,15 @@ def add_calibrate(command: argparse.ArgumentParser, settings_of: SettingsOf) -> 
         "--regimes", default="greedy,sampled,seeded", help="comma-separated, of these (default %(default)s)"
     )
     command.add_argument("--temperature-only", action="store_true", help="the paper's method: no biases")
+    command.add_argument(
+        "--least-rounds",
+        type=int,
+        default=50,
+        help="a draft position that fewer rounds reached is not fitted but inherits (default %(default)s)",
+    )
+    command.add_argument(
+        "--replace", action="store_true", help="write over an earlier calibration.json also where rounds are too few"
+    )
     command.add_argument("--plot", metavar="FILE.png", help="reliability before and after")
     _add_run(command, concurrency=32)
 
@@ -103,6 +112,8 @@ def _calibrate(args: argparse.Namespace, settings_of: SettingsOf) -> None:
         held_out=args.held_out,
         regimes=tuple(args.regimes.split(",")),
         temperature_only=args.temperature_only,
+        least_rounds=_at_least(args, "least_rounds", 1),
+        replace=args.replace,
         concurrency=_at_least(args, "concurrency", 1),
         seed=args.seed,
         plot=args.plot,

@@ -90,6 +90,28 @@ def test_calibrate_writes_beside_the_weights_what_serving_reads_and_says_how_goo
     assert not [each for each in checkpoint.iterdir() if each.name.startswith(".")]
 
 
+def test_a_fit_of_too_few_rounds_replaces_no_earlier_one_unless_told(flags, checkpoint, data, capsys):
+    mark, path = fingerprint(checkpoint), checkpoint / "calibration.json"
+    earlier = Scaling((0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2), (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7))
+    save_calibration(checkpoint, Calibration({"greedy": earlier, "seeded": earlier}, mark))
+    before = path.read_bytes()
+    asked = ["calibrate", *flags, "--drafter", str(checkpoint), "--prompts", *data, "--regimes", "greedy"]
+    asked += ["--max-tokens", "20", "--concurrency", "4", "--least-rounds", "10000"]
+    assert main(asked) == 1
+    shown = capsys.readouterr()
+    reached = last_json(shown.out)["greedy"]["rounds_reached"]
+    said = shown.err.strip().splitlines()[-1]
+    assert said.startswith(f"dspark: {path} is kept as it was: fewer than 10000 rounds reached greedy draft 1 (")
+    assert all(f"{k} ({count})" in said for k, count in enumerate(reached, start=1)) and "--replace" in said
+    assert path.read_bytes() == before and "written" not in shown.out
+    assert main([*asked, "--replace"]) == 0
+    assert "inherited, not fitted: fewer than 10000 rounds reached greedy draft 1 (" in capsys.readouterr().out
+    read = load_calibration(checkpoint, 7, mark)
+    assert set(read.regimes) == {"greedy", "seeded"} and read.regimes["seeded"] == earlier
+    # nothing was fitted: what was known, or the head's own where that is better on the held-out prompts
+    assert read.regimes["greedy"] in (earlier, Scaling.of_temperatures(*(1.0,) * 7))
+
+
 async def test_rounds_that_are_noted_are_the_answer_after_its_first_token(flags, target, checkpoint):
     settings = load_settings(
         flags={

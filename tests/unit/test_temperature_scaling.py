@@ -10,7 +10,7 @@ import pytest
 from drafter.calibration import Scaling, sigmoid
 from drafter.reliability import fit_of
 from drafter.rounds import Rounds
-from drafter.temperature_scaling import LARGEST_BIAS, TEMPERATURES, Search, fit_scaling
+from drafter.temperature_scaling import LARGEST_BIAS, TEMPERATURES, Search, fit_scaling, num_reached
 
 
 def synthetic(num_rounds: int, temperatures, biases, *, seed: int = 0, spread: float = 2.0) -> Rounds:
@@ -111,12 +111,33 @@ def test_a_calibrated_head_is_left_at_temperature_one_on_a_tie():
     assert fit_scaling(rounds, Search(with_bias=False)) == Scaling((1.0, 1.0), (0.0, 0.0))
 
 
-def test_positions_that_few_rounds_reached_keep_their_own_confidence():
-    rounds = synthetic(300, (3.0, 3.0), (0.0, 0.0))
-    short = np.where(np.arange(300) < 60, 2, 1)
-    rounds = Rounds(rounds.logits, short, short, np.minimum(rounds.accepted, short), rounds.emitted, rounds.answer)
-    found = fit_scaling(rounds, Search(with_bias=False))
-    assert found.temperatures[0] > 1.5 and found.temperatures[1] == 1.0
+def cut(rounds: Rounds, width: int, from_round: int) -> Rounds:
+    """Rounds from that one on propose `width` drafts."""
+    short = np.where(np.arange(len(rounds)) < from_round, rounds.width, width)
+    return Rounds(rounds.logits, short, short, np.minimum(rounds.accepted, short), rounds.emitted, rounds.answer)
+
+
+def test_positions_that_few_rounds_reached_inherit_from_the_one_before_or_from_an_earlier_fit():
+    rounds = cut(synthetic(300, (3.0, 3.0, 3.0), (0.5, 0.5, 0.5)), 1, from_round=60)
+    assert num_reached(rounds)[0] == 300 and max(num_reached(rounds)[1:]) < 50
+    fitted = fit_scaling(cut(rounds, 1, 0))
+    assert fitted.temperatures[0] > 1.5 and fitted.biases[0] > 0
+    assert fit_scaling(rounds) == Scaling(fitted.temperatures[:1] * 3, fitted.biases[:1] * 3)
+    earlier = Scaling((0.5, 0.6, 0.7), (-0.1, -0.2, -0.3))
+    assert fit_scaling(rounds, known=earlier) == Scaling(
+        (fitted.temperatures[0], 0.6, 0.7), (fitted.biases[0], -0.2, -0.3)
+    )
+
+
+def test_a_first_position_that_few_rounds_reached_keeps_its_own_confidence():
+    rounds = synthetic(40, (3.0, 3.0), (0.5, 0.5))
+    assert fit_scaling(rounds) == Scaling.of_temperatures(1.0, 1.0)
+
+
+def test_a_round_tells_about_a_position_when_it_proposed_it_and_accepted_what_came_before():
+    proposed, accepted = np.array([3, 3, 3, 2, 1]), np.array([0, 1, 3, 2, 1])
+    rounds = Rounds(np.zeros((5, 3)), proposed, proposed, accepted, accepted + 1, np.arange(5))
+    assert num_reached(rounds) == [5, 3, 1]
 
 
 def test_the_grid_is_symmetric_in_the_logarithm_and_holds_one_exactly():
