@@ -291,7 +291,8 @@ class PrefixScheduler:
         )
 
     def _make_step(self, drafts: Sequence[Draft], now: float, cohort: int | None) -> PendingStep:
-        schedule = self.residency.schedule(now, self._prefill_budget(), cohort)
+        heals = self.drafting.captures and not self.drafting.shut
+        schedule = self.residency.schedule(now, self._prefill_budget(), cohort, heals=heals)
         self.ledger.num_preemptions += schedule.num_preempted
         self._num_planned += 1
         for live in schedule.admitted:

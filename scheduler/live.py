@@ -19,6 +19,9 @@ LEAST_CONTEXT = 8
 24 prompts each) gets 2.93 tokens a round from its whole context, 2.92 from the last 128 rows, 2.79 from 64, 2.64 from 32, 2.50
 from 16 and 2.37 from 8, whole blocks of 16 counted."""
 
+ENOUGH_CONTEXT = 128
+"""Rows from which on more context is worth nothing; see there."""
+
 
 @dataclass(slots=True, eq=False)
 class Live:

@@ -44,12 +44,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix: its blocks, each with one more reference, and its name. num_bare: leading blocks up to the last
-    one without the drafter's context."""
+    """The longest cached prefix: its blocks, each with one more reference, and the names of the prefixes that end with each.
+    num_bare: leading blocks up to the last one without the drafter's context."""
 
     blocks: tuple[int, ...]
-    name: int
+    names: tuple[int, ...]
     num_bare: int
+
+    @property
+    def name(self) -> int:
+        return self.names[-1] if self.names else ROOT
 
 
 class PrefixCache:
@@ -79,6 +83,7 @@ class PrefixCache:
         """Full blocks that hold the beginning of `token_ids`, leaving at least one token to compute."""
         size = self._block_size
         blocks: list[int] = []
+        names: list[int] = []
         name = ROOT
         num_bare = 0
         for first in range(0, (len(token_ids) - 1) // size * size, size):
@@ -88,10 +93,19 @@ class PrefixCache:
                 break
             blocks.append(entry.block)
             name = entry.name
+            names.append(name)
             if entry.epoch != self.epoch:
                 num_bare = len(blocks)
             self._hold(entry)
-        return Match(tuple(blocks), name, num_bare)
+        return Match(tuple(blocks), tuple(names), num_bare)
+
+    def healable(self, match: Match, keep: int) -> Match:
+        """The first `keep` blocks of it, the others given back, if what is computed anew can take the place of their bare ones:
+        nobody else holds those. Otherwise the match as it is."""
+        if any(self._allocator.num_holders(block) > 2 for block in match.blocks[keep : match.num_bare]):
+            return match
+        self.give_back(match.blocks[keep:])
+        return Match(match.blocks[:keep], match.names[:keep], min(match.num_bare, keep))
 
     def insert(self, parent: int, tokens: bytes, block: int, *, has_context: bool = True) -> Entry | None:
         """Makes `block`, held by the caller, the cached block of `tokens` after `parent`; returns the entry.

@@ -100,8 +100,9 @@ class Residency:
             backlog += self.waiting.head.lag
         return min(backlog, self._config.prefill_chunk)
 
-    def schedule(self, now: float, budget: int, cohort: int | None = None) -> Schedule:
+    def schedule(self, now: float, budget: int, cohort: int | None = None, *, heals: bool = False) -> Schedule:
         """The cohort's known tokens for this step, in the order of ranks, each with its blocks. budget: most prompt tokens.
+        heals: see BlockTables.restore.
 
         Who is admitted joins the cohort; of two, the one that is not larger admits.
         """
@@ -118,7 +119,7 @@ class Residency:
                 chunks.append(Chunk(live, num_tokens))
                 budget -= num_tokens if live.lag > 1 else 0
         smaller = cohort is None or 2 * len(self.members(cohort)) <= len(self.live)
-        admitted = self._admit(chunks, budget, now) if smaller and not num_preempted else []
+        admitted = self._admit(chunks, budget, now, heals) if smaller and not num_preempted else []
         for live in admitted:
             live.cohort = cohort if cohort is not None else live.slot % 2
         return Schedule(chunks, admitted, num_preempted)
@@ -167,10 +168,10 @@ class Residency:
         live.slot = -1
         self._blocked = None
 
-    def _admit(self, chunks: list[Chunk], budget: int, now: float) -> list[Live]:
+    def _admit(self, chunks: list[Chunk], budget: int, now: float, heals: bool) -> list[Live]:
         """Seats those who wait while there are places, prefill budget and blocks; extends `chunks`."""
         admitted: list[Live] = []
-        while budget > 0 and self.may_admit and self._seat():
+        while budget > 0 and self.may_admit and self._seat(heals):
             live = self.waiting.pop(now)
             self.live[live.request.request_id] = live
             live.slot = self._slots.pop()
@@ -181,13 +182,13 @@ class Residency:
             admitted.append(live)
         return admitted
 
-    def _seat(self) -> bool:
+    def _seat(self, heals: bool) -> bool:
         """Gives the head its cached prefix if there is room for all its known tokens, with a block to spare for each resident;
         without that margin the next step would preempt it again."""
         live = self.waiting.head
         assert live is not None
         available = self.tables.num_available
-        self.tables.restore(live)
+        self.tables.restore(live, heals=heals)
         missing = self.tables.blocks_for(live.num_known) - live.num_blocks
         if missing + len(self.live) <= self.tables.num_available or not self.live:
             return True

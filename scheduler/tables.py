@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scheduler.blocks import BlockAllocator, OutOfBlocks
-from scheduler.live import Live
+from scheduler.live import ENOUGH_CONTEXT, Live
 from scheduler.prefix import PrefixCache
 
 
@@ -48,11 +48,17 @@ class BlockTables:
         live.num_blocks += missing
         return True
 
-    def restore(self, live: Live) -> None:
-        """Starts an empty table with the longest cached prefix of the request's tokens."""
+    def restore(self, live: Live, *, heals: bool = False) -> None:
+        """Starts an empty table with the longest cached prefix of the request's tokens.
+
+        heals: where the drafter's context of its last rows is missing they are computed once more, and what comes of it takes the
+        place of the cached ones for all who follow."""
         if not self._cached:
             return
         match = self.cache.match(live.token_ids[: live.num_known])
+        keep = max(0, len(match.blocks) - self.blocks_for(ENOUGH_CONTEXT))
+        if heals and match.num_bare > keep:
+            match = self.cache.healable(match, keep)
         live.num_blocks = live.num_chained = len(match.blocks)
         live.block_table[: live.num_blocks] = match.blocks
         live.num_computed = live.num_blocks * self.block_size

@@ -186,6 +186,62 @@ def test_who_computes_with_a_context_what_others_hold_without_keeps_his_own_bloc
     assert tables.cache.num_cached == 2
 
 
+def cached_without_a_context(tables: BlockTables, tokens: list[int], num_rows: int) -> Live:
+    """The blocks of the first num_rows are in the cache without the drafter's context, those after them with it."""
+    live = live_of(tokens)
+    tables.grow(live, live.num_known)
+    live.num_computed = num_rows
+    tables.miss(live)
+    tables.publish(live)
+    live.num_computed = live.num_known - 1
+    tables.publish(live)
+    return live
+
+
+def test_where_context_is_wanted_the_last_rows_are_computed_again_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler.tables.ENOUGH_CONTEXT", 3 * SIZE - 1)
+    tables = BlockTables(32, SIZE, cached=True)
+    tokens = [*range(5 * SIZE + 1)]
+    tables.release(cached_without_a_context(tables, tokens, 4 * SIZE))
+    num_available = tables.num_available
+    healer = live_of(tokens)
+    tables.restore(healer, heals=True)
+    assert (healer.num_computed, healer.context_from) == (2 * SIZE, 2 * SIZE), "three blocks are enough"
+    tables.check_integrity([healer])
+    tables.grow(healer, healer.num_known)
+    healer.num_computed = healer.num_known - 1
+    tables.publish(healer)
+    tables.check_integrity([healer])
+    follower = live_of(tokens, name="f")
+    tables.restore(follower, heals=True)
+    assert (follower.num_computed, follower.context_from) == (5 * SIZE, 2 * SIZE)
+    assert follower.block_table[:5].tolist() == healer.block_table[:5].tolist()
+    tables.release(healer)
+    tables.release(follower)
+    tables.check_integrity([])
+    assert tables.num_available == num_available and tables.cache.num_idle == 5
+
+
+def test_what_somebody_holds_without_a_context_is_not_computed_again() -> None:
+    tables = BlockTables(32, SIZE, cached=True)
+    tokens = [*range(2 * SIZE + 1)]
+    holder, hit = cached_without_a_context(tables, tokens, 2 * SIZE), live_of(tokens, name="h")
+    tables.restore(hit, heals=True)
+    assert (hit.num_computed, hit.context_from) == (2 * SIZE, 2 * SIZE), "its own could not take their place"
+    tables.check_integrity([holder, hit])
+
+
+def test_a_prefix_with_enough_context_behind_what_has_none_is_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler.tables.ENOUGH_CONTEXT", 3 * SIZE)
+    tables = BlockTables(32, SIZE, cached=True)
+    tokens = [*range(5 * SIZE + 1)]
+    tables.release(cached_without_a_context(tables, tokens, 2 * SIZE))
+    hit = live_of(tokens)
+    tables.restore(hit, heals=True)
+    assert (hit.num_computed, hit.context_from) == (5 * SIZE, 2 * SIZE)
+    tables.check_integrity([hit])
+
+
 def test_a_cleared_cache_keeps_what_is_in_use_so_that_sharers_hold_one_chain() -> None:
     """Forgotten, the second block would be filed after another first block than the one that its second holder has."""
     tables = BlockTables(32, SIZE, cached=True)

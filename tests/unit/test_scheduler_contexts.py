@@ -209,6 +209,7 @@ def test_nobody_drafts_without_a_context_and_everyone_who_may_does_with_one(monk
         monkeypatch.setattr(standby, name, steps)
     num_suspended = 0
     for seed in range(20):
+        monkeypatch.setattr("scheduler.tables.ENOUGH_CONTEXT", (4, 8, 128)[seed % 3])
         storm = storm_of(seed)
         storm.blow(120)
         num_suspended += storm.num_suspended
