@@ -1,8 +1,8 @@
 """Runs the server on Ray Serve until it is told to stop; services/launch_in_process.py is the same without Ray.
 
 Both answer on the same address with the same application, print one line when they are ready, and drain on SIGINT and
-SIGTERM: no new requests, running streams finish within `gateway.drain_s`; a second signal does not wait for them and raises
-Stopped.
+SIGTERM: no new requests, running streams finish within `gateway.drain_s`; a second signal ends them with an error event and
+raises Stopped.
 """
 
 from __future__ import annotations
@@ -29,11 +29,16 @@ from services.ingress import described, why_haproxy_failed
 from services.settings import Settings
 
 APPLICATION = "dspark"
+DRAINING = "draining"
 _CONNECT_S = 5.0
 _LOOK_S = 1.0
 _REMOVAL_S = 20.0
+_POLL_S = 0.1
+_CUT_S = 2.0
 _SHUTDOWN_S = 10.0
 LAST_WORDS_S = 3.0
+# the names that Serve gives to its replicas' actors
+_GATEWAYS = f"SERVE_REPLICA::{APPLICATION}#Gateway#"
 
 
 def check_cluster() -> None:
@@ -90,7 +95,7 @@ def serve_with_ray(settings: Settings) -> None:
     from services.cluster import RayDied, check_alive, own_daemons, start_ray
 
     stop = StopRequest()
-    drains = False
+    drains = cuts = False
     joined = bool(os.environ.get("RAY_ADDRESS"))
     try:
         if not joined:
@@ -110,15 +115,17 @@ def serve_with_ray(settings: Settings) -> None:
         say(ready_line(settings))
         while not stop.wait(_LOOK_S):
             check_alive(daemons)
-        say("draining")
-    except (RayDied, Stopped):
-        drains = False
+        say(DRAINING)
+    except (RayDied, Stopped) as error:
+        drains, cuts = False, drains and isinstance(error, Stopped)
         raise
     finally:
         # A Ray of our own with nothing to drain is killed with this session: stopped in the middle of a deployment, Serve
         # would start another.
-        if joined or drains:
-            _stop_ray(settings.gateway.drain_s if drains else 0.0)
+        if cuts:
+            _cut_streams(local_url(settings))
+        elif joined or drains:
+            _stop_ray(settings, settings.gateway.drain_s if drains else 0.0)
     say("stopped")
 
 
@@ -211,20 +218,60 @@ def _reason(text: str) -> str:
     return (refusals or errors or lines or ["unknown reason"])[-1]
 
 
-def _stop_ray(drain_s: float) -> None:
+def _stop_ray(settings: Settings, drain_s: float) -> None:
     """Removing the application drains it. A Ray that was started here ends with this process, also when it no longer
-    answers."""
+    answers. Raises Stopped when told a second time, with streams that have ended."""
     import ray
-    from ray import serve
 
     if not ray.is_initialized():
         return
     logging.getLogger("ray").setLevel(logging.ERROR)
     began_s = time.monotonic()
-    _within(drain_s + _REMOVAL_S, lambda: serve.delete(APPLICATION, _blocking=drain_s > 0))
+    try:
+        _within(drain_s + _REMOVAL_S, lambda: _remove(wait=drain_s > 0))
+    except Stopped:
+        _cut_streams(local_url(settings))
+        raise
     if drain_s and time.monotonic() - began_s >= drain_s:
         time.sleep(LAST_WORDS_S)  # the proxies are telling clients that their gateway was cut off
     _within(_SHUTDOWN_S, ray.shutdown)
+
+
+def _remove(*, wait: bool) -> None:
+    """Serve's own waiting ends after a minute, whatever a drain may take."""
+    from ray import serve
+
+    serve.delete(APPLICATION, _blocking=False)
+    while wait and APPLICATION in serve.status().applications:
+        time.sleep(_POLL_S)
+
+
+def _cut_streams(url: str) -> None:
+    """Kills the gateways: the proxies, which live on, then end every stream with an error event. They say that the server shuts
+    down, and not that a gateway died, once the application's route is gone. Takes two times _CUT_S and LAST_WORDS_S at most."""
+    _within(_CUT_S, lambda: _remove(wait=False))
+    _within(_CUT_S, lambda: _kill_gateways(url))
+    time.sleep(LAST_WORDS_S)
+
+
+def _kill_gateways(url: str) -> None:
+    import ray
+
+    with httpx.Client(base_url=url, timeout=_POLL_S) as client:
+        deadline_s = time.monotonic() + _CUT_S / 2
+        while time.monotonic() < deadline_s and _has_route(client):
+            time.sleep(_POLL_S / 10)
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["name"].startswith(_GATEWAYS):
+            ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
+
+
+def _has_route(client: httpx.Client) -> bool:
+    """Asked of Serve's proxy itself; HAProxy answers otherwise, and knows no error events either."""
+    try:
+        return "/" in client.get("/-/routes").json()
+    except (httpx.HTTPError, ValueError):
+        return False
 
 
 def _within(timeout_s: float, work: Callable[[], None]) -> None:

@@ -325,6 +325,27 @@ def test_a_server_on_ray_says_what_it_waits_for_and_drains_when_its_whole_group_
         running.kill()
 
 
+def test_a_second_signal_ends_a_stream_on_ray_with_an_error_event(serve_flags):
+    running = Server([*serve_flags, "--placement", "colocated"])
+    try:
+        running.wait_ready()
+        child = server_of(running)
+        body = {"model": "golden", "prompt": "hello", "max_tokens": 400, "stream": True, "n": 4}
+        with running.client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            running.process.send_signal(signal.SIGTERM)
+            running.wait_for("draining")
+            running.process.send_signal(signal.SIGINT)
+            last = [line for line in lines if line][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert running.process.wait(timeout=60) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+        assert running.rest().splitlines()[-1] in ("dspark: stopped by SIGINT", "dspark: stopped by SIGTERM")
+        assert in_session(child) == []
+    finally:
+        running.kill()
+
+
 def refusal(running: Server, body: dict) -> httpx.Response:
     """The first answer of a draining server that is none: what comes before Serve has taken the route away is served."""
     for _ in range(200):
