@@ -169,7 +169,11 @@ SCHEDULER: tuple[StatsSpec, ...] = (
     _gauge("dspark_draft_width", "Most drafted tokens a round (gamma).", "draft_width"),
     _gauge("dspark_cost_curve_loaded", "1 when a measured cost curve is in force.", "curve_loaded"),
     _gauge("dspark_cost_curve_age_seconds", "Age of the cost curve.", "curve_age_s"),
-    _gauge("dspark_cost_curve_factor", "Seconds of steps now over those of the saved curve.", "verify_cost_factor"),
+    _gauge(
+        "dspark_cost_curve_factor",
+        "Seconds of a step of 16 tokens now over those of the saved curve.",
+        "verify_cost_factor",
+    ),
     StatsSpec(
         "dspark_draft_gate",
         "gauge",

@@ -210,10 +210,19 @@ def _verbs(view: View) -> tuple[str, str]:
 
 
 def _planner(view: View) -> tuple[str, str]:
+    """Two factors: what is left between steps and the refined curve, and how far that has moved from the measured one."""
     real = view.ratio("dspark_measured_step_seconds_total", "dspark_predicted_step_seconds_total")
     trims = view.now.label("dspark_trim_off", "reason")
-    said = f"{view.now.label('dspark_planner_info', 'planner')}; real over predicted seconds {_num(real)}"
+    said = f"{view.now.label('dspark_planner_info', 'planner')}; real over predicted seconds {_num(real)}{_refined(view.now)}"
     return "planner", f"{said}; trims nothing: {trims}" if trims else said
+
+
+def _refined(now: Scrape) -> str:
+    """Of every engine group that has a curve; the number that `dspark doctor --url` warns about."""
+    loaded = now.by("dspark_cost_curve_loaded", "group")
+    factors = now.by("dspark_cost_curve_factor", "group")
+    told = ", ".join(f"{factors[group]:.2f}" for group in sorted(factors) if loaded.get(group))
+    return f" (predicted by the refined curve: {told} times the measured one)" if told else ""
 
 
 def _gate(view: View) -> tuple[str, str]:

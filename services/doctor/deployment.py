@@ -152,7 +152,10 @@ def _curve(page: Scrape) -> Finding:
     if not page.value("dspark_cost_curve_loaded"):
         return ok("curve", f"the planner {page.label('dspark_planner_info', 'planner')} needs none")
     age_s, factor = page.value("dspark_cost_curve_age_seconds"), page.value("dspark_cost_curve_factor")
-    said = f"steps take {factor:.2f} times as long as when the cost curve was measured, {age(age_s)} ago"
+    said = f"a step of 16 tokens takes {factor:.2f} times as long as when the cost curve was measured, {age(age_s)} ago"
+    if predicted_s := page.value("dspark_predicted_step_seconds_total"):
+        real = page.value("dspark_measured_step_seconds_total") / predicted_s
+        said += f"; the refined curve, which the planner uses, follows that: real over predicted seconds {real:.2f}"
     if not 1 / _FACTOR < factor < _FACTOR:
         return warn(
             "curve",

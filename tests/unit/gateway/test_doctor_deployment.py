@@ -93,6 +93,15 @@ def test_what_is_not_well_is_said_with_what_to_do(gateway, check, state, changes
     assert {each.check for each in findings.values() if each.state != "ok"} == {check}, "and nothing else"
 
 
+def test_how_far_the_curve_moved_is_told_from_how_well_it_now_predicts_as_top_does(gateway):
+    gateway.stats = replace(WELL, verify_cost_factor=1.4, predicted_s=100.0, measured_s=103.0)
+    said = found(gateway.url)["curve"].said
+    assert "a step of 16 tokens takes 1.40 times as long as when the cost curve was measured, 60 minutes ago" in said
+    assert said.endswith("real over predicted seconds 1.03")
+    gateway.stats = WELL
+    assert "predicted" not in found(gateway.url)["curve"].said
+
+
 def test_what_a_restart_does_to_a_curve_is_said_as_it_is(gateway):
     gateway.stats = replace(WELL, verify_cost_factor=2.5, curve_age_s=300.0)
     assert "measures the curve anew where they disagree" in found(gateway.url)["curve"].todo

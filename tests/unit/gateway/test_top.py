@@ -36,7 +36,7 @@ LATER = replace(
     EARLY, num_steps=200, num_rounds=300, num_round_tokens=700, num_emitted_tokens=900, num_drafted_tokens=1500,
     num_verified_tokens=800, num_accepted_tokens=400, verified_at=(300, 200), accepted_at=(240, 90),
     verify_budget_sum=1100, verify_budget_count=300, draft_s=1.5, verify_s=4.0, predicted_s=5.0, measured_s=5.25,
-    prefix_query_tokens=100, prefix_hit_tokens=40, num_gate_shut_steps=25,
+    verify_cost_factor=1.4, prefix_query_tokens=100, prefix_hit_tokens=40, num_gate_shut_steps=25,
 )  # fmt: skip
 
 
@@ -66,7 +66,8 @@ def test_a_page_shows_what_happened_since_the_one_before(gateway):
     assert rows["requests"].startswith("3 running, 1 waiting")
     assert rows["drafts"] == "accept length 3.00, verify budget 3.00; a round drafts 5.00, verifies 2.00, accepts 2.00"
     assert rows["by position"] == "1: 0.90  2: 0.80"
-    assert rows["planner"] == "auto; real over predicted seconds 1.25"
+    refined = "(predicted by the refined curve: 1.40 times the measured one)"
+    assert rows["planner"] == f"auto; real over predicted seconds 1.25 {refined}"
     assert rows["gate"] == "open; shut in 25 % of steps, 0 probes"
     assert rows["KV"] == "25 % of 100 blocks held, 50 % kept for hits; prefix hits 40 % of prompt tokens, 0 preemptions"
     assert rows["s per s"].endswith("of 15.0 ms")
