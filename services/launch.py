@@ -29,7 +29,7 @@ from services.ingress import described, why_haproxy_failed
 from services.settings import Settings
 
 APPLICATION = "dspark"
-DRAINING = "draining"
+DRAINING, STOPPED = "draining", "stopped"
 _CONNECT_S = 5.0
 _LOOK_S = 1.0
 _REMOVAL_S = 20.0
@@ -126,7 +126,7 @@ def serve_with_ray(settings: Settings) -> None:
             _cut_streams(local_url(settings))
         elif joined or drains:
             _stop_ray(settings, settings.gateway.drain_s if drains else 0.0)
-    say("stopped")
+    say(STOPPED)
 
 
 class StopRequest:

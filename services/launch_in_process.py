@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from scheduler.errors import SettingsError
 from services.foreground import KILLING_SIGNAL, STOP_SIGNALS, Stopped
-from services.launch import LAST_WORDS_S, ready_line, say
+from services.launch import DRAINING, LAST_WORDS_S, STOPPED, ready_line, say
 from services.logs import configure
 from services.settings import Settings
 
@@ -51,7 +51,7 @@ async def _serve_in_process(settings: Settings) -> None:
     stop = _StopInProcess(server)
     for number in STOP_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
-    ending = asyncio.create_task(_end_in_time(engine, stop, settings.gateway.drain_s))
+    ending = asyncio.create_task(_end_in_time(engine, stop, starting, settings.gateway.drain_s))
     await server.serve()
     ending.cancel()
     await asyncio.wait({ending})
@@ -64,6 +64,7 @@ async def _serve_in_process(settings: Settings) -> None:
     if (error := starting.exception()) is not None:
         raise error
     stop.raise_if_repeated()
+    say(STOPPED)
 
 
 class _StopInProcess:
@@ -86,10 +87,13 @@ class _StopInProcess:
             raise Stopped(self.numbers[1])
 
 
-async def _end_in_time(engine: Engine, stop: _StopInProcess, drain_s: float) -> None:
+async def _end_in_time(engine: Engine, stop: _StopInProcess, starting: asyncio.Task[None], drain_s: float) -> None:
     """What still runs when the time is up ends with an error of its own, while there is a server that can say it; to a client
     that does not read even that, the connection is closed."""
     await stop.told.wait()
+    if starting.done() and not stop.hurried.is_set():
+        with contextlib.suppress(OSError):  # nobody reads our lines any more; clients are still answered
+            say(DRAINING)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(stop.hurried.wait(), drain_s)
     await engine.stop()

@@ -217,9 +217,16 @@ def test_a_server_that_is_told_to_stop_finishes_its_streams(server):
         lines = response.iter_lines()
         next(lines)
         server.process.send_signal(signal.SIGTERM)
+        server.wait_for("draining")
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]"
     assert server.process.wait(timeout=20) == 0
+    assert own_lines(server) == ["stopped"], "as with Ray"
+
+
+def own_lines(running: Server) -> list[str]:
+    """What the command still said itself, without log lines."""
+    return [line for line in running.rest().splitlines() if " INFO " not in line]
 
 
 def test_what_still_runs_or_waits_when_the_time_to_drain_is_up_ends_with_an_error_of_its_own(serve_flags):
@@ -253,12 +260,12 @@ def test_a_second_signal_cuts_what_runs_and_is_the_exit_status_with_one_line(ser
             lines = response.iter_lines()
             next(lines)
             running.process.send_signal(signal.SIGTERM)
+            running.wait_for("draining")
             running.process.send_signal(signal.SIGINT)
             last = [line for line in lines if line][-1]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert running.process.wait(timeout=20) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
-        said = [line for line in running.rest().splitlines() if " INFO " not in line]
-        assert said in (["dspark: stopped by SIGINT"], ["dspark: stopped by SIGTERM"])
+        assert own_lines(running) in (["dspark: stopped by SIGINT"], ["dspark: stopped by SIGTERM"])
     finally:
         running.kill()
 
@@ -270,8 +277,7 @@ def test_a_server_that_is_stopped_while_it_starts_ends_at_once_with_one_line(ser
     reason = starting.client.get("/ready").json()["reason"]
     starting.process.send_signal(number)
     assert starting.process.wait(timeout=20) == 128 + number
-    said = [line for line in starting.rest().splitlines() if " INFO " not in line]
-    assert said == [f"dspark: stopped by {number.name}"]
+    assert own_lines(starting) == [f"dspark: stopped by {number.name}"]
     assert reason.removeprefix("not ready: ") in ("loading the models", "measuring the cost curve")
 
 
