@@ -720,24 +720,30 @@ def test_rows_on_their_way_to_a_drafter_that_is_lost_meanwhile_are_missed() -> N
     assert bench.output("r") == text(max_tokens=60)
 
 
-def test_a_cached_prefix_that_the_drafter_never_saw_is_a_hit_and_drafting_begins_after_it() -> None:
+def test_a_cached_prefix_that_the_drafter_never_saw_is_a_hit_while_it_is_held_and_then_computed_once_more() -> None:
     bench = bench_with("fixed:5", num_blocks=100, max_model_len=200)
     prompt = [i % 7 for i in range(60)]
     bench.core.drafter_lost()
-    bench.add("first", prompt, max_tokens=4)
-    bench.run()
+    bench.add("holder", prompt, max_tokens=120)
+    for _ in range(2):
+        bench.step()
     assert bench.drafter is not None
     bench.core.drafter_back(bench.drafter.info())
     longer = [*prompt, *range(7)]
-    for name in ("second", "third"):
+    cached, drafted_at = [], []
+    for name in ("second", "third", "fourth"):
         bench.add(name, longer, max_tokens=40)
-        bench.run()
+        for _ in range(45):
+            bench.step()
+        if name == "second":
+            bench.run()
         usage = bench.ending(name).usage
-        assert usage is not None and usage.cached_tokens >= 60
-        assert sum(delta.num_drafted for delta in bench.deltas[name]) > 0
+        assert usage is not None
         assert bench.output(name) == plain(longer, SamplingParams(max_tokens=40))
-    drafted_at = [next(i for i, d in enumerate(bench.deltas[name]) if d.num_drafted) for name in ("second", "third")]
-    assert drafted_at[1] <= drafted_at[0], "the blocks of the second were captured, and are the third's too"
+        cached.append(usage.cached_tokens >= 60)
+        drafted_at.append(next(i for i, d in enumerate(bench.deltas[name]) if d.num_drafted))
+    assert cached == [True, False, True]
+    assert drafted_at[0] > 1 and drafted_at[1:] == [1, 1]
     assert not bench.drafter.faults
 
 
