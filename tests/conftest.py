@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.virtual_time import virtual_time
+
 # A shell's background jobs are deaf to SIGINT, and so would be every program that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -28,6 +30,12 @@ DATA = Path(__file__).parent / "data"
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+async def in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's event loop never waits for a timer: tests/virtual_time.py."""
+    virtual_time(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -142,14 +142,14 @@ class Clockwork:
         self.log.append((self.planner, body["messages"][0]["content"], body["max_tokens"]))
         self.live += 1
         self.most = max(self.most, self.live)
-        answer = Tally()
+        answer = Tally(began=time.monotonic())
         await asyncio.sleep(0.01)
         self.live -= 1
         answer.num_tokens, answer.first_token_s, answer.last_token_s = 10, 0.001, time.monotonic() - answer.began
         return answer
 
 
-async def test_arms_get_the_same_prompts_in_the_same_order_and_take_turns_at_going_first(capsys):
+async def test_arms_get_the_same_prompts_in_the_same_order_and_take_turns_at_going_first(capsys, in_virtual_time):
     subject = Clockwork()
     sweep = Sweep(planners=("a", "b"), concurrency=(3,), rounds=2)
     runner = Runner(sweep, subject, {"kind": ["p", "q"]})
@@ -168,7 +168,7 @@ async def test_arms_get_the_same_prompts_in_the_same_order_and_take_turns_at_goi
     assert len(progress) == 4 and progress[0].startswith("[1/4] kind T=0 load 3 round 1 a: ")
 
 
-async def test_the_window_of_a_closed_loop_ends_when_the_first_client_has_nothing_left():
+async def test_the_window_of_a_closed_loop_ends_when_the_first_client_has_nothing_left(in_virtual_time):
     subject = Clockwork()
 
     async def ask(prompt: str) -> Tally:
@@ -180,7 +180,7 @@ async def test_the_window_of_a_closed_loop_ends_when_the_first_client_has_nothin
     assert len(answers.tallies) == 4 and answers.seconds < 0.15
 
 
-async def test_arrivals_are_the_same_for_every_arm_and_a_refusal_is_counted_not_raised():
+async def test_arrivals_are_the_same_for_every_arm_and_a_refusal_is_counted_not_raised(in_virtual_time):
     subject = Clockwork()
     subject.capacity = 1
 
@@ -190,7 +190,7 @@ async def test_arrivals_are_the_same_for_every_arm_and_a_refusal_is_counted_not_
     runs = [await open_loop(["x"] * 40, 400.0, ask, seed=3) for _ in range(2)]
     assert runs[0].seconds == pytest.approx(runs[1].seconds)
     assert all(run.num_refused > 0 and len(run.tallies) > 0 for run in runs)
-    assert len(runs[0].counted) < len(runs[0].tallies), "the first fifth only warms up"
+    assert 0 < len(runs[0].counted) < len(runs[0].tallies), "the first fifth only warms up"
 
 
 async def test_the_first_failure_ends_the_run_and_is_the_one_raised():
@@ -199,7 +199,7 @@ async def test_the_first_failure_ends_the_run_and_is_the_one_raised():
         raise Failed("broken")
 
     with pytest.raises(Failed, match="broken"):
-        await asyncio.wait_for(closed_loop(["good", "bad"], 2, ask), 5)
+        await asyncio.wait_for(closed_loop(["good", "bad"], 2, ask), 30)
 
 
 async def test_a_server_s_requests_name_their_planner_and_must_be_told_that_it_held():
@@ -269,21 +269,7 @@ def test_a_wrong_flag_is_one_line_that_names_it(flags, message, capsys):
         assert message in error and error.count("\n") == 1
 
 
-def virtual_time(monkeypatch) -> None:
-    """From here on the running loop never waits: its clock jumps to whatever is due next."""
-    loop, now = asyncio.get_running_loop(), [time.monotonic()]
-    select = loop._selector.select
-
-    def jump(timeout=None):
-        now[0] += timeout or 0.0
-        return select(0)
-
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(loop._selector, "select", jump)
-
-
-async def test_a_ramp_has_as_many_clients_as_its_stages_say(monkeypatch):
-    virtual_time(monkeypatch)
+async def test_a_ramp_has_as_many_clients_as_its_stages_say(in_virtual_time):
     subject, asked = Clockwork(), []
 
     async def ask(prompt: str) -> Tally:

@@ -30,6 +30,8 @@ from scheduler.stats import SchedulerStats
 from scheduler.wire import Delta, FinishReason, Plan, Request, SamplingParams, Verdict
 from tests.unit.scheduler_toys import Committed, ToyDrafter, ToyVerifier, always, never, plain
 
+pytestmark = pytest.mark.usefixtures("in_virtual_time")
+
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 CONFIG = SchedulerConfig(
     planner="fixed:5", check_integrity=True, worker_timeout_s=1.0, recover_timeout_s=2.0, stall_timeout_s=1.0
@@ -88,6 +90,7 @@ class Reader:
 async def serving(
     verifier: ToyVerifier, drafter: ToyDrafter | None, config: SchedulerConfig = CONFIG, **rest: object
 ) -> AsyncIterator[SchedulerActor]:
+    rest.setdefault("clock", lambda: time.monotonic())  # read late: it may be virtual
     actor = SchedulerActor(config, verifier, drafter, **rest)  # type: ignore[arg-type]
     await actor.start()
     try:
@@ -669,7 +672,7 @@ async def test_health_reports_a_dead_loop() -> None:
 
 async def test_the_snapshot_agrees_with_what_was_streamed() -> None:
     verifier, drafter = toys(num_blocks=100)
-    async with serving(verifier, drafter) as actor:
+    async with serving(verifier, drafter, clock=time.perf_counter) as actor:
         reader = Reader(actor)
         for i in range(4):
             await actor.submit(request(f"r{i}", prompt=[i, *PROMPT]))

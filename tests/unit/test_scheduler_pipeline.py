@@ -19,6 +19,8 @@ from scheduler.wire import DraftAsk, DrafterInfo, FinishReason, Plan, Request, S
 from tests.unit.scheduler_toys import ToyDrafter, ToyVerifier, plain, sometimes
 from tests.unit.test_scheduler_actor import CONFIG, PROMPT, Reader, greedy, request, serving
 
+pytestmark = pytest.mark.usefixtures("in_virtual_time")
+
 DEEP = replace(CONFIG, pipeline_depth=2, planner="fixed:3")
 
 

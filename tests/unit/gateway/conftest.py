@@ -208,10 +208,9 @@ async def running(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            for _ in range(200):
-                if (await client.get("/ready")).status_code == 200:
-                    break
-                await asyncio.sleep(0.005)
+            async with asyncio.timeout(60):
+                while (await client.get("/ready")).status_code != 200:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
             yield client
 
 
@@ -220,7 +219,7 @@ class Bench:
 
     def __init__(self, card: ModelCard, tokenizer: RustTokenizer) -> None:
         self.card, self.tokenizer = card, tokenizer
-        self.config = GatewayConfig(keepalive_s=5.0, connect_timeout_s=1.0, call_timeout_s=1.0)
+        self.config = GatewayConfig(keepalive_s=30.0, connect_timeout_s=30.0, call_timeout_s=30.0)
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text).ids

@@ -243,7 +243,7 @@ class Stalled:
         self.go, self.lines = threading.Event(), []
 
     def write(self, line: str) -> None:
-        self.go.wait(10)
+        self.go.wait(60)
         self.lines.append(json.loads(line))
 
     def flush(self) -> None:

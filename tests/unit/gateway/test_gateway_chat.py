@@ -13,6 +13,7 @@ import pytest
 from scheduler.wire import FinishReason
 from services.gateway.config import GatewayConfig
 from tests.openai_schemas import check_answer, check_chunk
+from tests.virtual_time import virtual_time
 
 TEXT = "Hello there, naïve café 😀 done."
 
@@ -72,10 +73,11 @@ async def test_stream_and_unary_answers_have_the_same_text(bench, make_script, b
 @pytest.mark.parametrize("stop", ["café", "fé 😀", "there, naïve", [" nothing", "don", "😀 d"]])
 @pytest.mark.parametrize("width", [1, 3, 7])
 async def test_stop_string_cuts_the_text_stops_the_engine_and_later_tokens_are_not_charged(
-    bench, make_script, body, events, stop, width
+    bench, make_script, body, events, stop, width, monkeypatch
 ):
     script = make_script(bench.rounds(TEXT + " And much more text follows here.", width), step_s=0.002)
     async with bench.serve(script) as (client, scheduler):
+        virtual_time(monkeypatch)
         unary = (await client.post("/v1/chat/completions", json=body(stop=stop))).json()
         request = body(stop=stop, stream=True, stream_options={"include_usage": True})
         streamed = await client.post("/v1/chat/completions", json=request)
@@ -170,9 +172,10 @@ async def test_speculation_numbers_can_be_left_out(bench, make_script, body):
         assert "metrics" not in (await client.post("/v1/chat/completions", json=body())).json()
 
 
-async def test_a_silent_stream_gets_keep_alive_comments(bench, make_script, body, events):
+async def test_a_silent_stream_gets_keep_alive_comments(bench, make_script, body, events, monkeypatch):
     config = GatewayConfig(keepalive_s=0.03)
     async with bench.serve(make_script(bench.rounds("Hi"), step_s=0.1), config) as (client, _):
+        virtual_time(monkeypatch)
         response = await client.post("/v1/chat/completions", json=body(stream=True))
     assert ": keep-alive\n\n" in response.text
     assert events(response.text)[0]["choices"][0]["delta"]["role"] == "assistant"
@@ -220,10 +223,7 @@ async def test_the_openai_client_reads_both_kinds(bench, make_script):
     scheduler = bench.scheduler(make_script(bench.rounds(TEXT)))
     app = create_app(scheduler, bench.config)
     async with app.router.lifespan_context(app), _official_client(app) as client:
-        for _ in range(100):
-            if (await client._client.get("http://test/ready")).status_code == 200:
-                break
-            await asyncio.sleep(0.01)
+        await app.state.gateway.loaded.wait()
         messages = [{"role": "user", "content": "Hello"}]
         answer = await client.chat.completions.create(model="tiny-chat", messages=messages)
         assert answer.choices[0].message.content == TEXT

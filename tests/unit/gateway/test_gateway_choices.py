@@ -9,6 +9,8 @@ import pytest
 from scheduler.errors import Overloaded, VerifierLost
 from scheduler.wire import FinishReason
 from tests.openai_schemas import check_answer, check_chunk
+from tests.virtual_time import virtual_time
+from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
 
@@ -17,18 +19,13 @@ def at_of(request) -> int:
     return int(request.request_id.rpartition("-")[2])
 
 
-async def until(condition, timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-
-
-async def test_the_others_are_submitted_when_the_first_has_its_first_token(bench, make_script, body):
+async def test_the_others_are_submitted_when_the_first_has_its_first_token(bench, make_script, body, monkeypatch):
     script = make_script(bench.rounds("Hello there"), step_s=0.1)
     async with bench.serve(script) as (client, scheduler):
+        virtual_time(monkeypatch)
         asking = asyncio.create_task(client.post(CHAT, json=body(n=3)))
         await until(lambda: scheduler.requests)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.09)
         assert len(scheduler.requests) == 1
         answer = (await asking).json()
     check_answer(answer)
@@ -46,13 +43,16 @@ async def test_each_choice_has_the_seed_that_follows(bench, make_script, body):
     assert seeds == [7, 8, 9, 2**63 - 1, -(2**63), None, None]
 
 
-async def test_a_stream_interleaves_the_choices_and_each_is_whole(bench, make_script, body, events, choices):
+async def test_a_stream_interleaves_the_choices_and_each_is_whole(
+    bench, make_script, body, events, choices, monkeypatch
+):
     texts = ["Hello there", "The quick brown fox jumps", "naïve café 😀"]
 
     def answer(request):
         return make_script(bench.rounds(texts[at_of(request)]), step_s=0.005)
 
     async with bench.serve(answer) as (client, _):
+        virtual_time(monkeypatch)
         request = body(n=3, stream=True, stream_options={"include_usage": True})
         *chunks, done = events((await client.post(CHAT, json=request)).text)
     assert done == "[DONE]"
@@ -70,13 +70,14 @@ async def test_a_stream_interleaves_the_choices_and_each_is_whole(bench, make_sc
     assert usage["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
 
 
-async def test_a_stop_string_ends_one_choice_and_not_the_others(bench, make_script, body):
+async def test_a_stop_string_ends_one_choice_and_not_the_others(bench, make_script, body, monkeypatch):
     texts = ["one STOP two three four five six seven", "a longer text without it, as long as the first one"]
 
     def answer(request):
         return make_script(bench.rounds(texts[at_of(request)]), step_s=0.002)
 
     async with bench.serve(answer) as (client, scheduler):
+        virtual_time(monkeypatch)
         found = (await client.post(CHAT, json=body(n=2, stop="STOP"))).json()
     assert [choice["message"]["content"] for choice in found["choices"]] == ["one ", texts[1]]
     assert [at_of(request) for request in scheduler.requests if scheduler.cancels[request.request_id]] == [0]
@@ -126,9 +127,10 @@ async def test_one_token_answers_end_although_the_first_ends_before_the_others_b
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
 
 
-async def test_a_deadline_counts_from_the_first_submit(bench, make_script, body):
+async def test_a_deadline_counts_from_the_first_submit(bench, make_script, body, monkeypatch):
     script = make_script(bench.rounds("Hello there"), step_s=0.05)
     async with bench.serve(script) as (client, scheduler):
+        virtual_time(monkeypatch)
         await client.post(CHAT, json=body(n=2, timeout=5))
     first, second = (request.timeout_s for request in scheduler.requests)
-    assert 4.9 < first <= 5 and second < first - 0.04
+    assert 4.99 < first <= 5 and first - 0.06 < second < first - 0.04

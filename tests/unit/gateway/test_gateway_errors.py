@@ -22,6 +22,7 @@ from services.gateway.app import create_app
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import TABLE, answer_to, error_response
 from services.gateway.refusals import CHAT_UNSUPPORTED
+from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
 # What is no list of earlier tool calls.
@@ -119,9 +120,7 @@ async def test_a_failure_before_the_first_token_of_a_stream_has_its_own_status(b
 async def test_requests_of_a_scheduler_that_dies_end_with_503(bench, make_script, body):
     async with bench.serve(make_script(bench.rounds("Hi", eos=False), hang=True)) as (client, scheduler):
         waiting = [asyncio.create_task(client.post(CHAT, json=body())) for _ in range(5)]
-        async with asyncio.timeout(5):
-            while len(scheduler.requests) < 5:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        await until(lambda: len(scheduler.requests) == 5)
         scheduler.die()
         for response in await asyncio.gather(*waiting):
             check_envelope(response, 503)
@@ -294,7 +293,7 @@ async def test_a_bug_of_ours_is_an_enveloped_500(bench, make_script, body):
         assert (await client.get("/health")).status_code == 200
 
 
-async def test_before_the_model_is_known_only_health_is_good(bench, make_script, body):
+async def test_before_the_model_is_known_only_health_is_good(bench, make_script, body, in_virtual_time):
     scheduler = bench.scheduler(make_script(bench.rounds("Hi")))
     scheduler.ready = False
     app = create_app(scheduler, bench.config)
@@ -310,10 +309,7 @@ async def test_before_the_model_is_known_only_health_is_good(bench, make_script,
         check_envelope(await client.get("/v1/models"), 503)
         assert (await client.get("/metrics")).status_code == 200
         scheduler.ready = True
-        for _ in range(100):
-            if (await client.get("/ready")).status_code == 200:
-                break
-            await asyncio.sleep(0.01)
+        await app.state.gateway.loaded.wait()
         assert (await client.post(CHAT, json=body())).status_code == 200
         scheduler.healthy = False
         sick = await client.get("/ready")

@@ -12,6 +12,7 @@ from services.bench.prompts import BUILT_IN
 from services.gateway.config import GatewayConfig
 from services.gateway.text_class import text_class
 from tests.openai_schemas import check_error, validator
+from tests.virtual_time import virtual_time
 
 CHAT = "/v1/chat/completions"
 
@@ -127,9 +128,10 @@ async def test_all_unsupported_parameters_are_named_at_once(bench, make_script, 
     assert error["param"] == next(name for name in change if message.startswith(name))
 
 
-async def test_deadlines_are_capped_by_the_deployment_and_priorities_passed_on(bench, make_script, body):
+async def test_deadlines_are_capped_by_the_deployment_and_priorities_passed_on(bench, make_script, body, monkeypatch):
     config = GatewayConfig(max_timeout_s=60)
     async with bench.serve(make_script(bench.rounds("Hi")), config) as (client, scheduler):
+        virtual_time(monkeypatch)
         await client.post(CHAT, json=body(timeout=1.5, priority=-3))
         await client.post(CHAT, json=body(timeout=10**6, priority=100))
         await client.post(CHAT, json=body())
@@ -148,9 +150,12 @@ async def test_a_request_that_waited_too_long_for_a_place_is_a_429(bench, make_s
     assert response.status_code == 429 and response.headers["retry-after"] == "1" and "4 before it" in response.text
 
 
-async def test_a_stream_that_waits_says_its_place_in_the_queue_until_it_has_one(bench, make_script, body, events):
+async def test_a_stream_that_waits_says_its_place_in_the_queue_until_it_has_one(
+    bench, make_script, body, events, monkeypatch
+):
     config = GatewayConfig(keepalive_s=0.03)
     async with bench.serve(make_script(bench.rounds("Hi"), step_s=0.1), config) as (client, scheduler):
+        virtual_time(monkeypatch)
         scheduler.places["chatcmpl"] = 3
         response = await client.post(CHAT, json=body(stream=True))
     comments = [part for part in response.text.split("\n\n") if part.startswith(":")]

@@ -28,7 +28,20 @@ SAMPLED, UNSAMPLED = ({"traceparent": f"00-{'4bf92f35' * 4}-00f067aa0ba902b7-0{f
 
 
 @pytest.fixture
-def receiver() -> Iterator[OtlpReceiver]:
+def patient(monkeypatch) -> None:
+    """A stop that waits for the last spans however slow the machine is."""
+    monkeypatch.setattr("services.gateway.tracing._STOP_S", 60.0)
+
+
+@pytest.fixture
+def impatient(monkeypatch) -> None:
+    """Whoever waits for a receiver that hangs waits for a minute, but a stop, which soon has enough."""
+    monkeypatch.setattr("services.gateway.tracing._EXPORT_S", 60.0)
+    monkeypatch.setattr("services.gateway.tracing._STOP_S", 0.2)
+
+
+@pytest.fixture
+def receiver(patient) -> Iterator[OtlpReceiver]:
     with OtlpReceiver() as running:
         yield running
 
@@ -62,7 +75,9 @@ async def test_without_an_endpoint_nothing_is_timed_and_no_layer_is_added(bench,
 
 
 @pytest.mark.parametrize("manner", ["hangs", "fails", "refuses"])
-async def test_a_bad_receiver_is_noticed_by_no_request_and_no_stop(bench, make_script, body, nowhere, manner):
+async def test_a_bad_receiver_is_noticed_by_no_request_and_no_stop(
+    bench, make_script, body, nowhere, impatient, manner
+):
     """Far more spans than the queue holds, while whoever should take them does not."""
     with OtlpReceiver(manner) as bad:
         endpoint = nowhere if manner == "refuses" else bad.endpoint
@@ -81,12 +96,14 @@ async def test_a_bad_receiver_is_noticed_by_no_request_and_no_stop(bench, make_s
                 await asyncio.sleep(0.05)
             assert manner == "refuses" or bad.num_requests, "spans were on their way"
             assert (await client.post(CHAT, json=body())).status_code == 200
-            assert max(took_s) < 3.0, "the receiver takes 60 s"
+            assert max(took_s) < 20.0, "the receiver takes 60 s"
             stopping_s = loop.time()
-        assert loop.time() - stopping_s < 5.0
+        assert loop.time() - stopping_s < 20.0
 
 
-async def test_spans_beyond_the_queue_are_dropped_and_said_once(bench, make_script, body, monkeypatch, caplog):
+async def test_spans_beyond_the_queue_are_dropped_and_said_once(
+    bench, make_script, body, impatient, monkeypatch, caplog
+):
     monkeypatch.setattr("services.gateway.tracing._QUEUE_SPANS", 8)
     monkeypatch.setattr("services.gateway.tracing._BATCH_SPANS", 8)
     with OtlpReceiver("hangs") as bad:
@@ -114,7 +131,7 @@ def test_a_receiver_that_is_away_is_said_once_and_not_for_every_try(caplog, monk
     assert bad.num_requests >= 3 and said and len(said) == len(set(said)), said
 
 
-def test_a_stop_waits_for_a_receiver_no_longer_than_its_bound():
+def test_a_stop_waits_for_a_receiver_no_longer_than_its_bound(impatient):
     from services.gateway.tracing import close_provider, open_provider
 
     with OtlpReceiver("hangs") as bad:
@@ -122,7 +139,7 @@ def test_a_stop_waits_for_a_receiver_no_longer_than_its_bound():
         provider.get_tracer("t").start_span("s").end()
         began_s = time.monotonic()
         close_provider(provider)
-        assert time.monotonic() - began_s < 4.0
+        assert 0.2 <= time.monotonic() - began_s < 20.0
 
 
 def test_the_last_spans_are_sent_when_the_gateway_stops(receiver):
@@ -134,7 +151,7 @@ def test_the_last_spans_are_sent_when_the_gateway_stops(receiver):
     assert [span.name for span in receiver.spans] == ["last"]
 
 
-def test_spans_go_out_by_grpc_too():
+def test_spans_go_out_by_grpc_too(patient):
     from services.gateway.tracing import close_provider, open_provider
 
     arrived: list[str] = []

@@ -9,6 +9,8 @@ import pytest
 
 from services.gateway.within import within
 
+pytestmark = pytest.mark.usefixtures("in_virtual_time")
+
 SHORT_S = 0.02
 
 
