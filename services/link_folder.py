@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import socket
 import stat
@@ -17,6 +18,8 @@ from pathlib import Path
 
 SOCKET = "link"
 _PREFIX = "dspark-link-"
+# The names that earlier versions gave; only with a dead socket in it is such a folder known to be ours.
+_EARLIER = re.compile(r"dspark-[a-z0-9_]{8}")
 # Between making a folder and listening in it lies less than a second.
 _LISTENS_WITHIN_S = 60.0
 _PRIVATE = 0o700
@@ -30,10 +33,15 @@ def make_folder() -> Path:
 
 def remove_stale() -> None:
     """Folders of this user in which nobody listens any more."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for folder in Path(tempfile.gettempdir()).glob("dspark-*"):
         with contextlib.suppress(OSError):
-            if _is_ours(folder) and _is_abandoned(folder):
+            if _is_named_by_us(folder) and _is_ours(folder) and _is_abandoned(folder):
                 shutil.rmtree(folder)
+
+
+def _is_named_by_us(folder: Path) -> bool:
+    is_earlier = _EARLIER.fullmatch(folder.name) is not None and (folder / SOCKET).is_socket()
+    return folder.name.startswith(_PREFIX) or is_earlier
 
 
 def _is_ours(folder: Path) -> bool:

@@ -54,6 +54,23 @@ def test_a_socket_that_somebody_listens_on_stays_also_when_its_queue_is_full(tem
         assert (folder / SOCKET).is_socket()
 
 
+def earlier(temporary: Path, name: str) -> Path:
+    folder = temporary / f"dspark-{name}"
+    folder.mkdir(0o700)
+    return folder
+
+
+def test_folders_as_earlier_versions_named_them_go_when_a_dead_socket_lies_in_them(temporary: Path) -> None:
+    dead, alive, empty, other = (earlier(temporary, name) for name in ("1ajo5gtl", "po_q2nya", "notes_01", "results"))
+    with listening(alive):
+        for folder in (dead, other):
+            listening(folder).close()
+        for folder in (dead, alive, empty, other):
+            age(folder)
+        remove_stale()
+        assert sorted(temporary.iterdir()) == sorted([alive, empty, other])
+
+
 def test_what_is_new_another_name_a_link_open_to_others_or_holds_something_else_stays(temporary: Path) -> None:
     new = make_folder()
     other_name = temporary / "dspark-notes"
