@@ -9,6 +9,10 @@ depends on nothing after its slot and a cached prefix is right for whoever conti
 and no row. Beside the KV rows stands the target's state at each slot (`states`), which the row after it needs; that is all
 that is kept between calls. Rows of drafted tokens live for one proposal.
 
+A row after one that was never captured is made with what the slot before it held. The request that wrote it begins behind it
+(drafter/chain_attention.py). One that later finds its block in the prefix cache, behind rows that were computed once more, reads
+it as one of its context rows: a worse draft at most, since whatever is proposed is verified against the law it was drawn from.
+
 Knows no vocabulary head and no sampling. What the input of the layer is, is the cell's business (drafter/eagle3.py,
 drafter/mtp.py). One layer only: rows of several would need attention while committed tokens are absorbed.
 

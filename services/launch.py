@@ -228,7 +228,7 @@ def _stop_ray(settings: Settings, drain_s: float) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     began_s = time.monotonic()
     try:
-        _within(drain_s + _REMOVAL_S, lambda: _remove(wait=drain_s > 0))
+        _within(drain_s + _REMOVAL_S, lambda: remove_application(wait=drain_s > 0))
     except Stopped:
         _cut_streams(local_url(settings))
         raise
@@ -237,8 +237,8 @@ def _stop_ray(settings: Settings, drain_s: float) -> None:
     _within(_SHUTDOWN_S, ray.shutdown)
 
 
-def _remove(*, wait: bool) -> None:
-    """Serve's own waiting ends after a minute, whatever a drain may take."""
+def remove_application(*, wait: bool) -> None:
+    """wait: until it has drained and is gone. Serve's own waiting fails after a minute, whatever a drain may take."""
     from ray import serve
 
     serve.delete(APPLICATION, _blocking=False)
@@ -249,7 +249,7 @@ def _remove(*, wait: bool) -> None:
 def _cut_streams(url: str) -> None:
     """Kills the gateways: the proxies, which live on, then end every stream with an error event. They say that the server shuts
     down, and not that a gateway died, once the application's route is gone. Takes two times _CUT_S and LAST_WORDS_S at most."""
-    _within(_CUT_S, lambda: _remove(wait=False))
+    _within(_CUT_S, lambda: remove_application(wait=False))
     _within(_CUT_S, lambda: _kill_gateways(url))
     time.sleep(LAST_WORDS_S)
 

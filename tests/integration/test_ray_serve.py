@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -36,6 +37,7 @@ from services.cluster import SERVE_ENVIRONMENT
 from services.engine import Engine, Workers
 from services.gateway.app import create_app
 from services.handles import RemoteScheduler
+from services.launch import remove_application
 from services.local_link import Link
 from services.settings import Settings, load_settings
 from services.split import launch_split
@@ -490,17 +492,21 @@ def test_drafts_of_two_processes_are_those_of_one(port, tree, golden: Path, draf
     assert one == two and sum(accepted for _, accepted in one) > 0
 
 
-def test_a_running_stream_is_finished_when_the_application_is_removed(served, expected):
-    """Last: the application is gone afterwards."""
+def test_a_running_stream_is_finished_when_the_application_is_removed(served, expected, monkeypatch):
+    """Last: the application is gone afterwards. By the clock of Serve's own waiting, which fails after a minute, each look at it
+    is an hour later."""
+    hours = SimpleNamespace(time=iter(range(0, 10**9, 3600)).__next__, sleep=time.sleep)
+    monkeypatch.setattr("ray.serve._private.client.time", hours)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         with served.stream("POST", CHAT, json=body("hello", stream=True, max_tokens=400)) as response:
             lines = response.iter_lines()
             next(lines)
-            removing = pool.submit(serve.delete, "dspark")
+            removing = pool.submit(remove_application, wait=True)
             until(lambda: served.post(CHAT, json=body("xyz")).status_code != 200)
             late = served.post(CHAT, json=body("xyz"))
             rest = [line for line in lines if line.startswith("data: ")]
         removing.result()
+    assert "dspark" not in serve.status().applications
     check_nobody_serves(late, "shutting_down")
     assert rest[-1] == "data: [DONE]"
     text = "".join(
