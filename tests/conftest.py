@@ -18,11 +18,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.virtual_time import virtual_time
 
 # A shell's background jobs are deaf to SIGINT, and so would be every program that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same examples in every run, and none too slow for a machine that stands still for a while. For other examples:
+# pytest --hypothesis-profile=other
+STEADY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("other", STEADY)
+settings.register_profile("same", STEADY, derandomize=True)
+settings.load_profile("same")
 
 DATA = Path(__file__).parent / "data"
 
@@ -30,6 +38,12 @@ DATA = Path(__file__).parent / "data"
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """What a test draws depends on no test before it."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ class Cluster:
     def application(self) -> dict[str, Any]:
         return dict(self._dashboard.get_serve_details()["applications"].get("dspark", {}))
 
-    def await_running(self, timeout_s: float = 120.0) -> None:
+    def await_running(self, timeout_s: float = 300.0) -> None:
         def running() -> bool:
             found = self.application()
             assert found.get("status") not in ("DEPLOY_FAILED", "UNHEALTHY"), json.dumps(found, indent=1)[:6000]

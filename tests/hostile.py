@@ -61,7 +61,7 @@ async def fuzz(url: str, count: int, seed: int, concurrency: int = 8) -> Counter
     """Sends the bodies of a seed; the kinds of answers."""
     kinds: Counter[str] = Counter()
     bodies = hostile_bodies(count, seed)
-    async with httpx.AsyncClient(base_url=url.removesuffix("/v1"), timeout=60) as client:
+    async with httpx.AsyncClient(base_url=url.removesuffix("/v1"), timeout=120) as client:
 
         async def send() -> None:
             for body in bodies:
@@ -102,7 +102,7 @@ async def _status_lines(port: int, sent: bytes, count: int) -> list[bytes]:
     answer = b""
     with suppress(ConnectionError, TimeoutError):
         writer.write(sent)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(_STATUS.findall(answer)) < count and (piece := await reader.read(65536)):
                 answer += piece
     writer.transport.abort()

@@ -70,7 +70,7 @@ def send(url: str, model: str, *, at_once: int, least: int) -> Counter[int]:
         return status
 
     with asking(url, one, at_once):
-        until(lambda: all(statuses[status] >= least for status in STATUSES), 90, lambda: statuses)
+        until(lambda: all(statuses[status] >= least for status in STATUSES), what=lambda: statuses)
     return statuses
 
 

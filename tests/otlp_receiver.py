@@ -69,7 +69,7 @@ class OtlpReceiver:
             self.spans += [span for scope in resource.scope_spans for span in scope.spans]
         return 200
 
-    def trace_of(self, request_id: str, within_s: float = 20.0) -> list[Span]:
+    def trace_of(self, request_id: str, within_s: float = 60.0) -> list[Span]:
         """All spans of the trace whose request has this id, once they have come; the request's own span first."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:

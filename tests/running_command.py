@@ -31,7 +31,7 @@ class Server:
             start_new_session=True,
             env={**os.environ, **(environment or {})},
         )
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
 
     def wait_ready(self) -> str:
         return self.wait_for("ready: ")

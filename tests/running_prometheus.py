@@ -26,7 +26,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def until(condition: Callable[[], Any], timeout_s: float = 60.0, what: Callable[[], Any] = lambda: "") -> Any:
+def until(condition: Callable[[], Any], timeout_s: float = 180.0, what: Callable[[], Any] = lambda: "") -> Any:
     """The first true answer. `what`: said when there was none in time."""
     deadline = time.monotonic() + timeout_s
     while not (answer := condition()):
@@ -55,7 +55,7 @@ class RunningPrometheus:
                 }
             )
         )
-        self._http = httpx.Client(base_url=f"http://127.0.0.1:{free_port()}", timeout=10)
+        self._http = httpx.Client(base_url=f"http://127.0.0.1:{free_port()}", timeout=60)
 
     def __enter__(self) -> RunningPrometheus:
         address = f"{self._http.base_url.host}:{self._http.base_url.port}"
@@ -65,7 +65,7 @@ class RunningPrometheus:
                 [*command, f"--web.listen-address={address}"], cwd=self._folder, stdout=log, stderr=subprocess.STDOUT
             )
         try:
-            until(self._ready, 30, (self._folder / "log").read_text)
+            until(self._ready, what=(self._folder / "log").read_text)
         except BaseException:
             self._process.kill()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import threading
 import time
@@ -21,6 +22,7 @@ from services.settings import Settings, load_settings
 from services.workers import launch_colocated
 
 T = TypeVar("T")
+_LOOK_S = 0.05
 
 
 def small_settings(target: Path, drafter: str, cache_dir: Path, **sections: dict[str, Any]) -> Settings:
@@ -68,14 +70,14 @@ class RunningServer:
 
     def __enter__(self) -> RunningServer:
         self._thread.start()
-        self._started.result(120)
+        self._started.result(300)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._server.should_exit = True
-        self._thread.join(30)
+        self._thread.join(120)
         self._socket.close()
 
     def ask(self, work: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
@@ -99,14 +101,13 @@ class RunningServer:
 
     def quiet_within(self, before: dict[str, int], seconds: float) -> dict[str, int]:
         """The books once they are those of `before`, or as they are after `seconds`. Tasks may be fewer. Seconds are those
-        of a machine of our own: where others get most of it, they are longer."""
-        deadline = time.monotonic() + seconds * _slowness()
-        while True:
+        of a machine of our own: where others get most of it, they are longer, and one that stands still lets none pass."""
+        for _ in range(math.ceil(seconds * _slowness() / _LOOK_S)):
             now = self.ask(self.books())
-            same = all(now[name] <= before[name] if name == "tasks" else now[name] == before[name] for name in before)
-            if same or time.monotonic() > deadline:
-                return now
-            time.sleep(0.05)
+            if all(now[name] <= before[name] if name == "tasks" else now[name] == before[name] for name in before):
+                break
+            time.sleep(_LOOK_S)
+        return now
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()

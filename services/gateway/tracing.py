@@ -99,12 +99,14 @@ class _Seldom(logging.Filter):
         super().__init__()
         self._period_s = period_s
         self._last_s: dict[str, float] = {}
+        self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
         now, kind = time.monotonic(), str(record.msg)
-        if now - self._last_s.get(kind, -self._period_s) < self._period_s:
-            return False
-        self._last_s[kind] = now
+        with self._lock:
+            if now - self._last_s.get(kind, -self._period_s) < self._period_s:
+                return False
+            self._last_s[kind] = now
         return True
 
 

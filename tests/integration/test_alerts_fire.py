@@ -136,7 +136,7 @@ def test_each_cause_fires_its_alerts_and_a_server_that_is_well_fires_none(start,
                 return wanted <= seen
 
             def await_alerts(wanted: set[tuple[str, str]]) -> None:
-                until(lambda: fired(wanted), 60, lambda: wanted - seen)
+                until(lambda: fired(wanted), what=lambda: wanted - seen)
 
             for job, (max_tokens, at_once, pause_s) in load.items():
                 clients.enter_context(asking(f"http://{targets[job]}", completes(max_tokens), at_once, pause_s))

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ import pytest
 from services.cli import main
 from tests.integration.character_tokenizer import save_tokenizer
 from tests.running_command import Server, free_port
+from tests.running_prometheus import until
 
 CHAT = "/v1/chat/completions"
 
@@ -171,6 +173,15 @@ def serve_flags(folder: Path, golden: Path) -> list[str]:
     return [*where, *few, "--dtype", "float32", "--set", "drafter.dtype=float32", "--name", "golden"]
 
 
+@pytest.fixture
+def endless_flags(serve_flags: list[str], folder: Path, tmp_path: Path) -> list[str]:
+    """Of a target with room for answers that are not over before a test wants to end them."""
+    long = Path(shutil.copytree(folder, tmp_path / "long"))
+    config = json.loads((long / "config.json").read_text())
+    (long / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    return [*serve_flags, "--model", str(long), "--set", "scheduler.planner=off"]
+
+
 @pytest.fixture(scope="module")
 def server(serve_flags: list[str]) -> Iterator[Server]:
     running = Server(["--no-ray", *serve_flags])
@@ -220,7 +231,7 @@ def test_a_server_that_is_told_to_stop_finishes_its_streams(server):
         server.wait_for("draining")
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]"
-    assert server.process.wait(timeout=20) == 0
+    assert server.process.wait(timeout=120) == 0
     assert own_lines(server) == ["stopped"], "as with Ray"
 
 
@@ -238,9 +249,10 @@ def test_what_still_runs_or_waits_when_the_time_to_drain_is_up_ends_with_an_erro
             streams = [clients.submit(running.client.post, CHAT, json={**body, "stream": True}) for _ in range(20)]
             unary = [clients.submit(running.client.post, CHAT, json=body) for _ in range(20)]
             wait([*streams, *unary], return_when=FIRST_COMPLETED)
+            until(lambda: sum(each.done() for each in [*streams, *unary]) + num_open(running) >= 40)
             running.process.send_signal(signal.SIGTERM)
             answers = [future.result() for future in [*streams, *unary]]
-        assert running.process.wait(timeout=20) == 0
+        assert running.process.wait(timeout=120) == 0
     finally:
         running.kill()
     refused = [answer.json()["error"] for answer in answers if answer.status_code != 200]
@@ -251,11 +263,19 @@ def test_what_still_runs_or_waits_when_the_time_to_drain_is_up_ends_with_an_erro
         assert last == "[DONE]" or json.loads(last)["error"]["code"] == "shutting_down"
 
 
-def test_a_second_signal_cuts_what_runs_and_is_the_exit_status_with_one_line(serve_flags):
-    running = Server(["--no-ray", *serve_flags])
+def num_open(running: Server) -> int:
+    """Requests that have reached the server and are not answered."""
+    page = running.client.get("/metrics").text
+    return int(
+        sum(float(value) for value in re.findall(r"^dspark_gateway_open_requests{.*} (.*)$", page, re.MULTILINE))
+    )
+
+
+def test_a_second_signal_cuts_what_runs_and_is_the_exit_status_with_one_line(endless_flags):
+    running = Server(["--no-ray", *endless_flags])
     try:
         running.wait_ready()
-        body = {"model": "golden", "prompt": "hello", "max_tokens": 400, "stream": True}
+        body = {"model": "golden", "prompt": "hello", "max_tokens": 7000, "stream": True, "ignore_eos": True}
         with running.client.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
@@ -264,7 +284,7 @@ def test_a_second_signal_cuts_what_runs_and_is_the_exit_status_with_one_line(ser
             running.process.send_signal(signal.SIGINT)
             last = [line for line in lines if line][-1]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
-        assert running.process.wait(timeout=20) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+        assert running.process.wait(timeout=120) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
         assert own_lines(running) in (["dspark: stopped by SIGINT"], ["dspark: stopped by SIGTERM"])
     finally:
         running.kill()
@@ -272,11 +292,13 @@ def test_a_second_signal_cuts_what_runs_and_is_the_exit_status_with_one_line(ser
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_server_that_is_stopped_while_it_starts_ends_at_once_with_one_line(serve_flags, tmp_path, number):
-    starting = Server(["--no-ray", *serve_flags, "--set", f"cache_dir={tmp_path}"])
+    # large steps take long to measure: it is not over before the signal
+    long = ["--set", f"cache_dir={tmp_path}", "--set", "scheduler.prefill_chunk=1024"]
+    starting = Server(["--no-ray", *serve_flags, *long])
     starting.wait_for("measuring the cost curve")
     reason = starting.client.get("/ready").json()["reason"]
     starting.process.send_signal(number)
-    assert starting.process.wait(timeout=20) == 128 + number
+    assert starting.process.wait(timeout=120) == 128 + number
     assert own_lines(starting) == [f"dspark: stopped by {number.name}"]
     assert reason.removeprefix("not ready: ") in ("loading the models", "measuring the cost curve")
 
@@ -324,19 +346,19 @@ def test_a_server_on_ray_says_what_it_waits_for_and_drains_when_its_whole_group_
             refused = refusal(running, {**body, "stream": False, "max_tokens": 2})
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
-        assert running.process.wait(timeout=60) == 0
+        assert running.process.wait(timeout=120) == 0
         assert running.rest() == "stopped\n" and in_session(child) == []
         assert refused.json()["error"]["code"] == "shutting_down" and int(refused.headers["retry-after"]) > 0
     finally:
         running.kill()
 
 
-def test_a_second_signal_ends_a_stream_on_ray_with_an_error_event(serve_flags):
-    running = Server([*serve_flags, "--placement", "colocated"])
+def test_a_second_signal_ends_a_stream_on_ray_with_an_error_event(endless_flags):
+    running = Server([*endless_flags, "--placement", "colocated"])
     try:
         running.wait_ready()
         child = server_of(running)
-        body = {"model": "golden", "prompt": "hello", "max_tokens": 400, "stream": True, "n": 4}
+        body = {"model": "golden", "prompt": "hello", "max_tokens": 7000, "stream": True, "n": 4, "ignore_eos": True}
         with running.client.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
@@ -345,7 +367,7 @@ def test_a_second_signal_ends_a_stream_on_ray_with_an_error_event(serve_flags):
             running.process.send_signal(signal.SIGINT)
             last = [line for line in lines if line][-1]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
-        assert running.process.wait(timeout=60) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+        assert running.process.wait(timeout=120) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
         assert running.rest().splitlines()[-1] in ("dspark: stopped by SIGINT", "dspark: stopped by SIGTERM")
         assert in_session(child) == []
     finally:
@@ -355,7 +377,7 @@ def test_a_second_signal_ends_a_stream_on_ray_with_an_error_event(serve_flags):
 def refusal(running: Server, body: dict) -> httpx.Response:
     """The first answer of a draining server that is none: what comes before Serve has taken the route away is served."""
     for _ in range(200):
-        answer = httpx.post(f"http://127.0.0.1:{running.port}{CHAT}", json=body, timeout=30)
+        answer = httpx.post(f"http://127.0.0.1:{running.port}{CHAT}", json=body, timeout=120)
         if answer.status_code != 200:
             return answer
         time.sleep(0.02)
@@ -375,7 +397,7 @@ def test_a_server_on_ray_that_is_stopped_while_it_starts_ends_with_one_line_and_
         starting.wait_for("starting ")
         server = server_of(starting)
         os.killpg(starting.process.pid, signal.SIGTERM)
-        assert starting.process.wait(timeout=60) == 128 + signal.SIGTERM
+        assert starting.process.wait(timeout=120) == 128 + signal.SIGTERM
         assert starting.rest().removeprefix("loading the models\n") == "dspark: stopped by SIGTERM\n"
         assert in_session(server) == []
     finally:
@@ -396,7 +418,7 @@ def test_a_ray_that_dies_ends_the_server_and_its_streams(serve_flags, tmp_path, 
             os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(httpx.TransportError):
                 list(lines)
-        assert running.process.wait(timeout=60) == 1
+        assert running.process.wait(timeout=120) == 1
         last = running.rest().splitlines()[-1]
         assert last == f"dspark: Ray's {daemon} process died, and the server with it; start it again"
         assert in_session(server) == []
@@ -451,9 +473,11 @@ def test_wrong_usage_shows_the_usage_and_ends_with_2(capsys):
 
 
 def test_start_up_time_of_help_is_short():
-    began = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-m", "services.cli", "--help"], capture_output=True, text=True, check=True)
-    assert "measure" in done.stdout and time.monotonic() - began < 15
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    took_s = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    assert "measure" in done.stdout and took_s < 5, "processor time: a wall clock's would be that of all who compute"
 
 
 @pytest.mark.parametrize(

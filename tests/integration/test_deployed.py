@@ -127,13 +127,13 @@ def test_a_redeploy_under_load_loses_no_request(http, cluster, config):
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         clients = [pool.submit(client) for _ in range(4)]
-        until(lambda: answers, 60)
+        until(lambda: answers)
         put_at = time.monotonic()
         cluster.put(changed)
-        until(replaced, 120)
+        until(replaced)
         cluster.await_running()
         replaced_at = time.monotonic()
-        until(lambda: any(ended > replaced_at for _, ended, _ in answers), 60)
+        until(lambda: any(ended > replaced_at for _, ended, _ in answers))
         done.set()
         for each in clients:
             each.result()
@@ -160,7 +160,7 @@ def test_two_groups_have_their_series_and_a_killed_worker_fires_its_alerts(http,
             return [expression for expression in fleet() if groups(expression) != {"0", "1"}]
 
         with asking(cluster.url, ask, at_once=2):
-            until(lambda: not in_one_group_only(), 60, in_one_group_only)
+            until(lambda: not in_one_group_only(), what=in_one_group_only)
             verifiers = processes("ray::VerifierProcess")
             assert len(verifiers) == 2
             os.kill(verifiers[0], signal.SIGKILL)
@@ -171,8 +171,8 @@ def test_two_groups_have_their_series_and_a_killed_worker_fires_its_alerts(http,
                     hit |= groups(f'ALERTS{{alertname="{alert}", alertstate="firing"}}')
                 return all(fired.values())
 
-            until(both_fired, 60, lambda: fired)
-            until(lambda: not prometheus.query("dspark_verifier_up == 0"), 60)
+            until(both_fired, what=lambda: fired)
+            until(lambda: not prometheus.query("dspark_verifier_up == 0"))
     (group,) = fired["DsparkWorkerLost"]
     assert fired["DsparkVerifierDown"] == {group}
     assert streamed(http)[1][-1] == "[DONE]"

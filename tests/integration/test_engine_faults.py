@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from scheduler.errors import BadParams, TooLong
+from scheduler.stats import SchedulerStats
 from scheduler.wire import FinishReason, SamplingParams
 from tests.replay_drafter import WIDTH, ReplayDrafter
 
@@ -31,6 +32,16 @@ def drafter(request: pytest.FixtureRequest, golden: Path, golden_twin) -> Replay
     if request.param == "ordinary":
         return golden / "dspark_vanilla"
     return ReplayDrafter([golden_twin.greedy(PROMPT, NUM_TOKENS + WIDTH)], shift=int(request.param == "wrong"))
+
+
+async def idle(engine) -> SchedulerStats:
+    """Once nothing is in use any more, or as it is after a while."""
+    for _ in range(200):
+        stats = await engine.actor.snapshot()
+        if not (stats.num_live or stats.num_waiting or stats.kv_blocks_used):
+            break
+        await asyncio.sleep(0.01)
+    return stats
 
 
 def first_seen(ids: Sequence[int], near: int) -> int:
@@ -228,8 +239,7 @@ async def test_cancelling_at_any_moment_ends_once_and_gives_everything_back(laun
             await engine.actor.cancel(name)
             await engine.actor.cancel(name)
         answers = [await engine.finished(name) for name in names]
-        await asyncio.sleep(0.05)
-        stats = await engine.actor.snapshot()
+        stats = await idle(engine)
     assert {a.last.finish_reason for a in answers} <= {FinishReason.CANCELLED, FinishReason.LENGTH}
     assert sum(a.last.finish_reason is FinishReason.CANCELLED for a in answers) > 5
     assert (stats.num_live, stats.num_waiting, stats.kv_blocks_used) == (0, 0, 0)
@@ -265,8 +275,7 @@ async def test_memory_and_state_return_to_their_start_over_500_requests_a_third_
         await some(engine, 300)
         gc.collect()
         grown = process.memory_info().rss - before
-        await asyncio.sleep(0.05)
-        end = await engine.actor.snapshot()
+        end = await idle(engine)
     assert (end.num_live, end.num_waiting, end.kv_blocks_used) == (
         start.num_live,
         start.num_waiting,

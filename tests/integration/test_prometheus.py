@@ -126,9 +126,9 @@ def prometheus(server: RunningServer, tmp_path_factory: pytest.TempPathFactory) 
     url = server.url.removesuffix("/v1")
     with RunningPrometheus(folder, {"dspark": f"127.0.0.1:{server.port}"}, RULES) as running:
         send(url, "golden", at_once=10, least=1)
-        until(lambda: running.query("dspark_requests_total"), 10)
+        until(lambda: running.query("dspark_requests_total"))
         send(url, "golden", at_once=10, least=4)
-        until(lambda: is_all_there(server, running), 20)
+        until(lambda: is_all_there(server, running))
         yield running
 
 
@@ -158,7 +158,7 @@ def test_prometheus_has_taken_the_rules_and_no_evaluation_failed(prometheus):
 
 def test_numbers_in_prometheus_are_those_of_the_servers_page(server, prometheus):
     """Once it is idle: nothing is lost or counted twice on the way."""
-    until(lambda: is_all_there(server, prometheus), 10)
+    until(lambda: is_all_there(server, prometheus))
     stats = server.ask(server.engine.snapshot())
     (accepted,) = prometheus.query("sum(dspark_accepted_tokens_per_pos_total)")
     assert float(accepted["value"][1]) == stats.num_accepted_tokens > 0

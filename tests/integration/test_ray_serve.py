@@ -294,7 +294,7 @@ def test_clients_that_drop_leave_nothing_behind(served, expected):
         "dspark_kv_blocks_used",
         "dspark_gateway_open_requests",
     )
-    until(lambda: all(metric(served, name) == 0 for name in names), timeout_s=10)
+    until(lambda: all(metric(served, name) == 0 for name in names), timeout_s=60)
     assert streamed(served, "xyz")[0] == expected["xyz"]
 
 
