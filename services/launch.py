@@ -238,12 +238,14 @@ def _stop_ray(settings: Settings, drain_s: float) -> None:
 
 
 def remove_application(*, wait: bool) -> None:
-    """wait: until it has drained and is gone. Serve's own waiting fails after a minute, whatever a drain may take."""
+    """wait: until it has drained and is gone."""
     from ray import serve
 
-    serve.delete(APPLICATION, _blocking=False)
-    while wait and APPLICATION in serve.status().applications:
-        time.sleep(_POLL_S)
+    while True:
+        try:
+            return serve.delete(APPLICATION, _blocking=wait)
+        except TimeoutError:  # Serve itself waits for a minute, whatever a drain may take
+            continue
 
 
 def _cut_streams(url: str) -> None:
