@@ -40,7 +40,7 @@ def test_serves_proxy_listens_where_the_address_is_held_and_gets_every_connectio
         proxy.bind((HOST, port))
         proxy.listen()
         for _ in range(20):
-            with socket.create_connection((HOST, port), timeout=5):
+            with socket.create_connection((HOST, port), timeout=60):
                 proxy.accept()[0].close()
 
 

@@ -54,7 +54,7 @@ def test_haproxy_as_serve_starts_it_shares_its_port_with_nobody_and_what_it_says
     config.write_text(f"defaults\n  mode http\n  timeout client 1s\nfrontend here\n  bind {HOST}:{port}\n")
     with hold_address(HOST, port):
         failed = subprocess.run(
-            [get_haproxy_binary(), "-db", "-f", str(config), "-dR"], capture_output=True, text=True, timeout=30
+            [get_haproxy_binary(), "-db", "-f", str(config), "-dR"], capture_output=True, text=True, timeout=120
         )
     assert failed.returncode != 0
     line = why_haproxy_failed(f"RuntimeError: HAProxy crashed during startup: {failed.stderr}\n  at somewhere")

@@ -8,6 +8,7 @@ import itertools
 import pickle
 import re
 import time
+import timeit
 
 import numpy as np
 import pytest
@@ -1115,17 +1116,14 @@ def test_a_reset_without_residents_fails_the_next_in_line_so_that_it_ends() -> N
 # -- host work --
 
 
-@pytest.mark.parametrize(("num_requests", "limit_s"), [(1, 0.4e-3), (32, 2e-3)])
-def test_the_schedulers_own_work_per_step_is_small_and_does_not_grow_with_the_context(
-    num_requests: int, limit_s: float
-) -> None:
-    """The quickest of many steps: choosing, planning and applying, with contexts of 2000 tokens and everyone drafting."""
+def quickest_step_s(num_requests: int, context_len: int) -> float:
+    """Of many steps: choosing, planning and applying, with everyone drafting."""
     config = SchedulerConfig(planner="auto", prefill_chunk=1 << 20, max_live=64)
     verifier = VerifierInfo(8192, 16, 4096, VOCAB, (1,), "cpu", "float32", "x", 8)
     drafter = DrafterInfo("toy", 7, True, True, 4096, (1,), "y")
     core = PrefixScheduler(config, verifier, drafter, flat_curve(width=7))
     for i in range(num_requests):
-        core.add(Request(f"r{i}", (i % VOCAB,) * 2000, SamplingParams(max_tokens=2000, stop_ids=(1,))), 0.0)
+        core.add(Request(f"r{i}", (i % VOCAB,) * context_len, SamplingParams(max_tokens=2000, stop_ids=(1,))), 0.0)
     times = []
     for _ in range(40):
         begin = time.perf_counter()
@@ -1146,7 +1144,18 @@ def test_the_schedulers_own_work_per_step_is_small_and_does_not_grow_with_the_co
         core.record(core.last_step)
         times.append(chosen_s + planned_s + time.perf_counter() - begin)
     assert core.last_step.num_drafting == num_requests
-    assert min(times) < 1.5 * limit_s
+    return min(times)
+
+
+@pytest.mark.parametrize(("num_requests", "most"), [(1, 12), (32, 45)])
+def test_the_schedulers_own_work_per_step_is_small_and_does_not_grow_with_the_context(
+    num_requests: int, most: int
+) -> None:
+    """most: in turns of a loop of this interpreter, 70 us on the machine where a step took 5 and 15 of them."""
+    turn_s = min(timeit.repeat(lambda: sorted([str(i) for i in range(1000)]), number=1, repeat=100))
+    short_s, long_s = quickest_step_s(num_requests, 200), quickest_step_s(num_requests, 2000)
+    assert long_s < most * turn_s
+    assert long_s < 3 * short_s, "of a tenth of the context"
 
 
 # -- settings --

@@ -267,4 +267,4 @@ def test_a_lookup_takes_microseconds(curve: CostCurve) -> None:
         begin = time.perf_counter()
         curve.verify_seconds(40, 225, 250.0)
         times.append(time.perf_counter() - begin)
-    assert min(times) < 50e-6
+    assert min(times) < 100e-6

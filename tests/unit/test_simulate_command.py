@@ -107,7 +107,7 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_word():
     os.close(reading)
     command = [sys.executable, "-m", "services.cli", "simulate", "--planning", "1"]
     try:
-        ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
+        ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
     finally:
         os.close(writing)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -56,7 +56,7 @@ def train_in_processes(config: RunConfig, num_ranks: int, folder: Path) -> list[
     script = [str(Path(__file__).with_name("train_rank.py")), str(folder / "config"), str(folder / "out")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     launcher = torchrun if num_ranks > 1 else [sys.executable]
-    subprocess.run([*launcher, *script], env=environment, check=True, timeout=120)
+    subprocess.run([*launcher, *script], env=environment, check=True, timeout=300)
     return [load_file(folder / f"out-{rank}.safetensors") for rank in range(num_ranks)]
 
 
