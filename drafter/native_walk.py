@@ -1,6 +1,6 @@
-"""The greedy walk of a vanilla Markov head by walk.c, where the machine can run it. Owns the call; knows no requests.
+"""The walk of a vanilla Markov head by walk.c, where the machine can run it. Owns the calls; knows no requests.
 
-It draws what drafter/propose.py draws, bit for bit: tests hold the two together.
+It draws what drafter/propose.py draws: greedy tokens bit for bit, and others by the same law. Tests hold the two together.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from drafter.heads import MarkovHead, VanillaCell
+from drafter.propose import scores_whole
 from verifier import native
+from verifier.sampling import SamplingTable
 
 _SOURCE = Path(__file__).with_name("walk.c")
 
@@ -25,6 +27,9 @@ class _Walk(ctypes.Structure):
         [(name, ctypes.c_void_p) for name in ("scores", "embeddings", "base", "row_of", "token_of", "anchors")]
         + [(name, ctypes.c_int64) for name in ("requests", "slots", "threads")]
         + [(name, ctypes.c_void_p) for name in ("rows", "tokens", "places", "mixed", "tops")]
+        + [("kept", ctypes.c_int64)]
+        + [(name, ctypes.c_void_p) for name in ("temperatures", "top_k", "top_p", "min_p", "noise")]
+        + [(name, ctypes.c_void_p) for name in ("law_ids", "law", "logits", "scratch")]
     )
 
 
@@ -32,18 +37,19 @@ class _Walk(ctypes.Structure):
 def _load() -> ctypes.CDLL | None:
     library = native.compiled(_SOURCE) if native.load() is not None else None
     if library is not None:
-        library.dspark_greedy_walk.argtypes = [ctypes.c_void_p]
-        library.dspark_greedy_walk.restype = None
+        for walk in (library.dspark_greedy_walk, library.dspark_sampled_walk):
+            walk.argtypes = [ctypes.c_void_p]
+            walk.restype = None
     return library
 
 
-class GreedyWalk:
+class NativeWalk:
     """vocabulary [Vd]: target ids, ascending, of the columns; None: the target's own."""
 
     def __init__(self, markov: MarkovHead, vocabulary: Tensor | None) -> None:
         library, scores = _load(), markov.score_all.product
         assert library is not None and scores is not None, "ask usable() first"
-        self._run = library.dspark_greedy_walk
+        self._library = library
         self._scores, self._w1 = scores, markov.w1.contiguous()
         self._row_of = None if markov.row_of is None else markov.row_of.contiguous()
         self._token_of = None if vocabulary is None else vocabulary.to(torch.int64).contiguous()
@@ -57,22 +63,78 @@ class GreedyWalk:
             and _load() is not None
         )
 
-    def __call__(self, base_logits: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def draws(table: SamplingTable, num_columns: int, keep: int) -> bool:
+        """Whether it can draw for these requests from so many columns: with fresh noise, from the `keep` largest logits; or all
+        greedily."""
+        if not scores_whole(num_columns, keep):
+            return False
+        return table.all_greedy or (0 < keep < num_columns and not table.any_seeded)
+
+    def greedy(self, base_logits: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:
         """base_logits [R, w, Vd] bfloat16, anchor_ids [R] -> tokens drawn [R, w] (target ids), and the W1 embeddings [R, w, r]
         in float32 of the token before each slot."""
-        num_requests, num_slots, _ = base_logits.shape
-        rank, num_threads = self._w1.shape[1], torch.get_num_threads()
-        base, anchors = base_logits.contiguous(), anchor_ids.contiguous()
-        tokens = anchors.new_empty(2, num_requests, num_slots)
-        places = anchors.new_empty(num_threads, num_requests)
-        mixed, tops = base.new_empty(num_requests, rank), torch.empty(num_threads, num_requests)
-        walk = _Walk(
-            ctypes.addressof(self._scores.arguments),
-            *(None if t is None else t.data_ptr() for t in (self._w1, base, self._row_of, self._token_of, anchors)),
-            num_requests,
-            num_slots,
-            num_threads,
-            *(t.data_ptr() for t in (tokens[0], tokens[1], places, mixed, tops)),
+        num_requests, rank, num_threads = len(base_logits), self._w1.shape[1], torch.get_num_threads()
+        return self._run(
+            self._library.dspark_greedy_walk,
+            base_logits,
+            anchor_ids,
+            places=anchor_ids.new_empty(num_threads, num_requests),
+            mixed=base_logits.new_empty(num_requests, rank),
+            tops=torch.empty(num_threads, num_requests),
         )
-        self._run(ctypes.addressof(walk))
-        return tokens[1], self._w1.index_select(0, tokens[0].flatten()).float().view(num_requests, num_slots, rank)
+
+    def sampled(
+        self,
+        base_logits: Tensor,
+        anchor_ids: Tensor,
+        table: SamplingTable,
+        keep: int,
+        generator: torch.Generator | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same, drawn with fresh noise, and the laws that the tokens were drawn from: target ids [R, w, keep], ascending,
+        and probabilities [R, w, keep] float32."""
+        num_requests, num_slots, num_columns = base_logits.shape
+        law_ids = anchor_ids.new_empty(num_requests, num_slots, keep)
+        law = torch.empty(num_requests, num_slots, keep)
+        temperatures = torch.where(table.tensor(table.greedy), 0.0, table.temperature_tensor).float()
+        tokens, embeddings = self._run(
+            self._library.dspark_sampled_walk,
+            base_logits,
+            anchor_ids,
+            mixed=base_logits.new_empty(num_requests, self._w1.shape[1]),
+            kept=keep,
+            temperatures=temperatures,
+            top_k=table.tensor(table.top_k),
+            top_p=table.tensor(table.top_p),
+            min_p=table.tensor(table.min_p),
+            noise=torch.rand(num_requests, num_slots, dtype=torch.float64, generator=generator),
+            law_ids=law_ids,
+            law=law,
+            logits=torch.empty(num_requests, num_columns),
+            scratch=torch.empty(torch.get_num_threads(), 4, num_columns),
+        )
+        return tokens, embeddings, law_ids, law
+
+    def _run(
+        self, walk: ctypes._NamedFuncPointer, base_logits: Tensor, anchor_ids: Tensor, **own: Tensor | int
+    ) -> tuple[Tensor, Tensor]:
+        num_requests, num_slots, _ = base_logits.shape
+        tokens = anchor_ids.new_empty(2, num_requests, num_slots)
+        given: dict[str, Tensor | int | None] = {
+            "embeddings": self._w1,
+            "base": base_logits.contiguous(),
+            "row_of": self._row_of,
+            "token_of": self._token_of,
+            "anchors": anchor_ids.contiguous(),
+            "requests": num_requests,
+            "slots": num_slots,
+            "threads": torch.get_num_threads(),
+            "rows": tokens[0],
+            "tokens": tokens[1],
+            **own,
+        }
+        values = {name: each.data_ptr() if isinstance(each, Tensor) else each for name, each in given.items()}
+        arguments = _Walk(scores=ctypes.addressof(self._scores.arguments), **values)
+        walk(ctypes.addressof(arguments))
+        return tokens[1], self._w1.index_select(0, tokens[0].flatten()).float().view(num_requests, num_slots, -1)

@@ -23,10 +23,10 @@ from drafter.chain import Chain
 from drafter.checkpoint import FOLDERLESS, Checkpoint, load_checkpoint, resolve_checkpoint
 from drafter.config import DrafterConfig
 from drafter.heads import build_heads
-from drafter.native_walk import GreedyWalk
+from drafter.native_walk import NativeWalk
 from drafter.ngram import NgramRunner
 from drafter.penalties import AskedChanges
-from drafter.propose import Proposal, choose_candidates, propose, propose_chain, scores_whole
+from drafter.propose import Proposal, choose_candidates, propose, propose_chain
 from scheduler.errors import SettingsError
 from scheduler.wire import Draft, DraftAsk, DrafterInfo, FloatArray, IntArray, SamplingParams
 from verifier.device import resolve_device, resolve_dtype, set_threads
@@ -95,9 +95,9 @@ class DraftRunner:
         self.lm_head = Linear(checkpoint.tensors["lm_head.weight"])
         self.vocabulary = checkpoint.draft_vocab_ids
         self.markov, self.confidence = build_heads(checkpoint)
-        self.greedy_walk: GreedyWalk | None = None
-        if self.markov is not None and GreedyWalk.usable(self.markov):
-            self.greedy_walk = GreedyWalk(self.markov, self.vocabulary)
+        self.native_walk: NativeWalk | None = None
+        if self.markov is not None and NativeWalk.usable(self.markov):
+            self.native_walk = NativeWalk(self.markov, self.vocabulary)
         self.generator = fresh_generator(config.seed, "drafter", self.device)
 
     def _build_backbone(self, checkpoint: Checkpoint) -> Backbone | Chain:
@@ -199,14 +199,21 @@ class DraftRunner:
         num_slots = width if self.arch.variable_block else self.arch.block_size
         hidden = self.backbone.forward(starts, num_slots)[:, :width]
         base = asked.apply(self.lm_head(hidden.reshape(len(asks) * width, -1)).view(len(asks), width, -1))
-        if self.greedy_walk is not None and table.all_greedy and scores_whole(base.shape[-1], self.config.candidates):
-            tokens, embeddings = self.greedy_walk(base, anchor_ids)
+        keep = self.config.candidates
+        if self.native_walk is not None and NativeWalk.draws(table, base.shape[-1], keep):
+            law_ids = law = None
+            if table.all_greedy:
+                tokens, embeddings = self.native_walk.greedy(base, anchor_ids)
+            else:
+                tokens, embeddings, law_ids, law = self.native_walk.sampled(
+                    base, anchor_ids, table, keep, self.generator
+                )
             stated = self.confidence.logits(hidden, embeddings) if self.confidence is not None else None
-            return Proposal(tokens, None, None, (), stated)
+            return Proposal(tokens, law_ids, law, (), stated)
         return propose(
             hidden=hidden,
-            candidates=choose_candidates(base, self.vocabulary, self.config.candidates),
-            keep=self.config.candidates,
+            candidates=choose_candidates(base, self.vocabulary, keep),
+            keep=keep,
             anchor_ids=anchor_ids,
             markov=self.markov,
             confidence=self.confidence,

@@ -151,11 +151,12 @@ def least_survivals(*, outlook: Probabilities, num_sampling: float, step_seconds
     seconds = step_seconds[: len(tokens)]
     best = ((num_sampling + tokens) / seconds).max()
     stops, behind = _stops(len(outlook))
-    at_tokens, at_seconds = tokens[stops], seconds[stops]
+    every = len(stops) == len(tokens)
+    at_tokens, at_seconds = (tokens, seconds) if every else (tokens[stops], seconds[stops])
     gain = np.maximum(at_tokens - at_tokens[:, None], _LEAST_OUTLOOK)
     price = at_seconds - at_seconds[:, None] + behind
-    ratio = (price / gain).min(axis=1) * (best * _NEARLY)
-    return np.repeat(ratio[:-1], np.diff(stops)) * expected
+    ratio = (price / gain).min(axis=1)[:-1] * (best * _NEARLY)
+    return (ratio if every else np.repeat(ratio, np.diff(stops))) * expected
 
 
 @lru_cache(maxsize=64)
@@ -182,6 +183,8 @@ def _first(candidates: npt.NDArray[np.float32], ranked: npt.NDArray[np.float32],
     """[R] how many of each row are among the first `count` by rank. What comes later in a row cannot change what comes before."""
     if count == 0:
         return np.zeros(candidates.shape[1], dtype=np.int64)
+    if count == len(ranked):
+        return (candidates > 0.0).sum(axis=0)
     last = ranked[count - 1]
     better = candidates > last
     lengths: Lengths = better.sum(axis=0)

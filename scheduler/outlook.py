@@ -53,12 +53,14 @@ class Outlook:
         places = (step - LAG - np.arange(_DEPTH - LAG)) % _DEPTH
         steps = self._steps[slots][:, places]
         known = (steps <= step - LAG) & (steps > step - _DEPTH)
-        # newest first; what is missing comes last and is filled in
-        newest = known.argmax(axis=1)[:, None] if num_samples == 1 else np.argsort(~known, axis=1, kind="stable")
-        newest = newest[:, :num_samples]
-        rows = self._rows[slots[:, None], places[newest], :width]
-        have = known[np.arange(len(slots))[:, None], newest]
-        if not have.all():
+        if known[:, :num_samples].all():
+            rows = self._rows[slots[:, None], places[:num_samples], :width]
+        else:
+            # newest first; what is missing comes last and is filled in
+            newest = known.argmax(axis=1)[:, None] if num_samples == 1 else np.argsort(~known, axis=1, kind="stable")
+            newest = newest[:, :num_samples]
+            rows = self._rows[slots[:, None], places[newest], :width]
+            have = known[np.arange(len(slots))[:, None], newest]
             rows = np.where(have[:, :, None], rows, otherwise[:, None, :].astype(np.float32))
         if int(caps.min(initial=width)) < width:
             rows = rows * (np.arange(width) < caps[:, None, None])
