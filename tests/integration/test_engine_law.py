@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
+from scipy.stats import chi2_contingency, chisquare
 
+from drafter.native_walk import NativeWalk
 from scheduler.wire import Extension, SamplingParams
 from tests.unit.drafter_twins import Flavour, write_drafter
 from verifier import native
@@ -21,6 +22,10 @@ from verifier import runner as runner_module
 PROMPTS = [[27], [43, 22, 45, 1, 2], [3, 19, 28, 0, 6, 17, 4, 5, 45, 9, 34, 43, 22], list(range(40)), [5, 6] * 20, [8]]
 PLANNERS = ["off", *(f"fixed:{k}" for k in range(1, 8)), "threshold:0.5", "algorithm1", "auto"]
 NUM_SAMPLES = 12000
+
+needs_bfloat16 = pytest.mark.skipif(
+    not native.packable(torch.zeros(32, 32, dtype=torch.bfloat16)), reason="needs AVX512-BF16 and a C compiler"
+)
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +83,7 @@ async def test_seeded_text_is_the_same_alone_in_a_batch_without_drafts_and_under
             assert planner in ("off", "threshold:0.5") or any(d.num_verified for a in answers for d in a.rounds)
 
 
-@pytest.mark.skipif(
-    not native.packable(torch.zeros(32, 32, dtype=torch.bfloat16)), reason="needs AVX512-BF16 and a C compiler"
-)
+@needs_bfloat16
 @pytest.mark.parametrize(("family", "drafter"), [("llama", "ngram"), ("qwen3", "dspark")])
 async def test_in_bfloat16_no_planner_and_no_batch_changes_a_token(
     launch, family: str, drafter: str, tmp_path: Path, write_target
@@ -158,14 +161,14 @@ CASES = [
 
 
 async def sample(
-    launch, target: Path, drafter: Path | str, planner: str, params: SamplingParams
+    launch, target: Path, drafter: Path | str, planner: str, params: SamplingParams, **more: object
 ) -> Counter[tuple[int, ...]]:
     async with launch(
         target, drafter, planner=planner, candidates=16, max_live=100, max_waiting=NUM_SAMPLES,
-        check_integrity=False, seed=11, like_a_gpu=True,
+        check_integrity=False, seed=11, like_a_gpu=True, **more,
     ) as engine:  # fmt: skip
         answers = await engine.ask([[17, 42, 17, 42, 17]] * NUM_SAMPLES, params)
-        if drafter != "ngram":
+        if drafter != "ngram" and planner != "off":
             assert (await engine.actor.snapshot()).num_accepted_tokens > 0
     return Counter(tuple(a.token_ids) for a in answers)
 
@@ -180,6 +183,30 @@ async def test_sampled_continuations_follow_the_exact_law(
     assert abs(sum(law.values()) - 1) < 1e-9
     seen = await sample(launch, golden / "target", checkpoint_of(drafter), planner, params)
     assert p_value(law, seen) > 1e-4
+
+
+@needs_bfloat16
+async def test_drafts_drawn_natively_leave_the_law_as_it_is(
+    launch, golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, where a row's logits are the same bits with and without drafts."""
+    num_drawn, sampled = 0, NativeWalk.sampled
+
+    def counted(self: NativeWalk, base: torch.Tensor, *rest: object) -> object:
+        nonlocal num_drawn
+        num_drawn += base.shape[0] * base.shape[1]
+        return sampled(self, base, *rest)
+
+    monkeypatch.setattr(NativeWalk, "sampled", counted)
+    params = SamplingParams(temperature=1.3, top_p=0.95, max_tokens=3)
+    both = [
+        await sample(launch, golden / "target", golden / "dspark_vanilla", planner, params, dtype="bfloat16")
+        for planner in ("off", "fixed:7")
+    ]
+    assert num_drawn > NUM_SAMPLES
+    common = [c for c in both[0] | both[1] if both[0][c] + both[1][c] >= 16]
+    table = [[seen[c] for c in common] + [NUM_SAMPLES - sum(seen[c] for c in common)] for seen in both]
+    assert chi2_contingency(table).pvalue > 1e-4
 
 
 async def test_the_law_test_notices_an_acceptance_that_uses_a_wrong_q(
