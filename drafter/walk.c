@@ -37,11 +37,6 @@ typedef struct {
     float *law, *logits, *scratch;
 } Walk;
 
-INLINE __mmask16 real_columns(const Walk *w, int64_t c) {
-    int64_t left = w->scores->outputs - c;
-    return left >= 16 ? 0xffff : left > 0 ? (__mmask16)((1 << left) - 1) : 0;
-}
-
 /* Corrected logits of columns c..c+15 of a request's slot, of which `sums` are the corrections. They are rounded to bfloat16 before
  * they are added, as the product by itself returns them. */
 INLINE __m512 corrected(const Walk *w, int64_t request, int64_t slot, int64_t c, __mmask16 real, const float *sums) {
@@ -61,7 +56,7 @@ static void best_of(const Walk *w, int64_t slot, int64_t first, int64_t n, int64
         panel_tile(w->scores, w->mixed, i, i + 1 < to ? i + 1 : i, 0, 1, first, n, sums);
         for (int64_t r = 0; r < n; r++)
             for (int64_t c = i * PANEL; c < (i + 1) * PANEL; c += 16) {
-                __mmask16 real = real_columns(w, c);
+                __mmask16 real = real_columns(w->scores->outputs, c);
                 __m512 logit = corrected(w, first + r, slot, c, real, sums[r] + (c - i * PANEL));
                 __mmask16 more = _mm512_mask_cmp_ps_mask(real, logit, best[r], _CMP_GT_OQ);
                 best[r] = _mm512_mask_mov_ps(best[r], more, logit);
@@ -116,7 +111,7 @@ static void correct(const Walk *w, int64_t slot, int64_t first, int64_t n, int64
         panel_tile(w->scores, w->mixed, i, i + 1 < to ? i + 1 : i, 0, 1, first, n, sums);
         for (int64_t r = 0; r < n; r++)
             for (int64_t c = i * PANEL; c < (i + 1) * PANEL; c += 16) {
-                __mmask16 real = real_columns(w, c);
+                __mmask16 real = real_columns(w->scores->outputs, c);
                 __m512 logit = corrected(w, first + r, slot, c, real, sums[r] + (c - i * PANEL));
                 _mm512_mask_storeu_ps(w->logits + (first + r) * w->scores->outputs + c, real, logit);
             }
@@ -156,7 +151,7 @@ static int largest(const Walk *w, const float *logits, float *scratch, int32_t *
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512 least = _mm512_set1_ps(-INFINITY);
     for (int64_t g = 0; g < groups; g++) {
-        __m512 v = _mm512_mask_loadu_ps(least, real_columns(w, 16 * g), logits + 16 * g);
+        __m512 v = _mm512_mask_loadu_ps(least, real_columns(w->scores->outputs, 16 * g), logits + 16 * g);
         if (_mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q)) return 0;
         tops[g] = _mm512_reduce_max_ps(v);
     }
@@ -169,7 +164,7 @@ static int largest(const Walk *w, const float *logits, float *scratch, int32_t *
     int64_t count = 0;
     for (int64_t g = 0; g < groups; g++) {
         if (tops[g] < bound) continue;
-        __mmask16 real = real_columns(w, 16 * g);
+        __mmask16 real = real_columns(w->scores->outputs, 16 * g);
         __m512 v = _mm512_mask_loadu_ps(least, real, logits + 16 * g);
         __mmask16 good = _mm512_mask_cmp_ps_mask(real, v, _mm512_set1_ps(bound), _CMP_GE_OQ);
         _mm512_mask_compressstoreu_ps(found + count, good, v);

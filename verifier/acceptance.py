@@ -11,7 +11,7 @@ logits rows 0..n give p_1..p_{n+1}; the verdict is the accepted prefix of the dr
 
 p_k is the law of what the request's parameters make of the target's logits (penalties.py, masks.py, min_tokens) with
 x_1..x_{k-1} as output. In each case the emitted tokens follow p exactly, whatever the drafts and however many of them were
-admitted. Knows no drafter, no KV and no stop rule: what a request keeps of a verdict is decided where it is applied.
+admitted. Unseeded requests whose laws nothing truncates are judged by native_rejection.py where it runs. Knows no drafter, no KV and no stop rule: what a request keeps of a verdict is decided where it is applied.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from scheduler.errors import InternalFault
 from scheduler.wire import Extension, Verdict
+from verifier import native_rejection
 from verifier.logprobs import token_logprobs
 from verifier.masks import TokenMasks
 from verifier.penalties import Judged, changes_logits, penalise
@@ -102,6 +103,13 @@ def judge(
     _refuse_misfits(batch, logits)
     table = SamplingTable.build([e.params for e in extensions], logits.device)
     raw, logits = logits, _as_asked(logits, batch, masks)
+    unseeded = ~(table.greedy | table.seeded)
+    natively = native_rejection.usable(logits) and not table.truncated[unseeded].any()
+    if natively and unseeded.all():
+        num_accepted, tokens, largest = _reject_natively(logits, batch, batch.first_row, table.temperature, generator)
+        no_targets = np.zeros(len(largest), dtype=np.int64)
+        found = np.concatenate((no_targets, np.isfinite(largest), num_accepted, tokens))
+        return _with_logprobs(_verdicts(batch, table, found), raw, batch)
     tops, targets = peak(logits)
     answers = [targets, torch.isfinite(tops).to(torch.int64)]
     if table.any_seeded:
@@ -110,11 +118,15 @@ def judge(
         picked = seeded_pick(_select(logits, rows), picker, positions)
         answers[0] = targets.index_copy(0, torch.from_numpy(rows).to(logits.device), picked)
     if table.any_unseeded:
-        unseeded = ~(table.greedy | table.seeded)
-        rows = np.flatnonzero(unseeded[batch.owner])
-        law = transform(_select(logits, rows), table.take(batch.owner[rows]))
         part = _Batch.build([e for e, chosen in zip(extensions, unseeded, strict=True) if chosen])
-        answers += _reject(law, part, generator)
+        if natively:
+            first_row, temperatures = batch.first_row[unseeded], table.temperature[unseeded]
+            num_accepted, tokens, _ = _reject_natively(logits, part, first_row, temperatures, generator)
+            answers += [torch.from_numpy(num_accepted), torch.from_numpy(tokens)]
+        else:
+            rows = np.flatnonzero(unseeded[batch.owner])
+            law = transform(_select(logits, rows), table.take(batch.owner[rows]))
+            answers += _reject(law, part, generator)
     return _with_logprobs(_verdicts(batch, table, torch.cat(answers).cpu().numpy()), raw, batch)
 
 
@@ -204,8 +216,34 @@ def _reject(law: Tensor, batch: _Batch, generator: torch.Generator | None) -> li
     return [num_accepted, pick(residual.addcmul_(target, agrees.to(law.dtype)), generator)]
 
 
+def _reject_natively(
+    logits: Tensor,
+    batch: _Batch,
+    first_row: Ints,
+    temperatures: npt.NDArray[np.float64],
+    generator: torch.Generator | None,
+) -> tuple[Ints, Ints, npt.NDArray[np.float32]]:
+    """The same where nothing truncates their laws, and the largest logit of each row that was read. logits: of everyone, where
+    the extensions of `batch` have theirs from first_row [E] on."""
+    q_ids, q_probs, q_of_drafts = _proposals(batch)
+    return native_rejection.reject(
+        logits,
+        first_row=first_row,
+        num_draft=batch.num_draft,
+        first_draft=batch.first_draft,
+        drafts=batch.drafts,
+        temperatures=temperatures,
+        q_ids=q_ids,
+        q_probs=q_probs,
+        q_of_drafts=q_of_drafts,
+        generator=generator,
+    )
+
+
 def _proposals(batch: _Batch) -> tuple[Ints, npt.NDArray[np.float32], npt.NDArray[np.float64]]:
     """q of every draft and one empty row, ids and probs [D + 1, K] (no id: 0 with mass 0), and q of the drafts, [D]."""
+    if not len(batch.drafts):
+        return np.zeros((1, 1), dtype=np.int64), np.zeros((1, 1), dtype=np.float32), np.zeros(0)
     width = max([1, *(e.q_ids.shape[1] for e in batch.extensions if e.q_ids is not None)])
     q_ids = np.full((len(batch.drafts) + 1, width), -1, dtype=np.int64)
     q_probs = np.zeros(q_ids.shape, dtype=np.float32)

@@ -7,6 +7,12 @@
 typedef uint16_t bf16;
 #define INLINE static inline __attribute__((always_inline))
 
+/* Which of the columns c..c+15 there are. */
+INLINE __mmask16 real_columns(int64_t columns, int64_t c) {
+    int64_t left = columns - c;
+    return left >= 16 ? 0xffff : left > 0 ? (__mmask16)((1 << left) - 1) : 0;
+}
+
 INLINE __m512 widened(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
 
 INLINE __m512 widen(const bf16 *p) { return widened(_mm256_loadu_si256((const __m256i *)p)); }

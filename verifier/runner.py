@@ -15,7 +15,7 @@ import torch
 
 from scheduler.errors import BadParams, ServingError, SettingsError
 from scheduler.wire import Extension, Plan, Verdict, VerifierInfo
-from verifier import native
+from verifier import native, native_rejection
 from verifier.acceptance import judge, not_finite
 from verifier.architecture import Architecture, read_architecture
 from verifier.attention import Span, paged_attention
@@ -65,6 +65,7 @@ class TargetRunner:
         self._num_layers_done = ctypes.c_int64()
         # compiled now: in the middle of a step it would look like a hanging worker
         native.usable(self.dtype, self.device, self.arch.head_dim, self.arch.num_heads // self.arch.num_kv_heads)
+        native_rejection.usable(weights["model.embed_tokens.weight"])
 
     @property
     def progress(self) -> int:
