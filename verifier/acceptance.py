@@ -11,7 +11,8 @@ logits rows 0..n give p_1..p_{n+1}; the verdict is the accepted prefix of the dr
 
 p_k is the law of what the request's parameters make of the target's logits (penalties.py, masks.py, min_tokens) with
 x_1..x_{k-1} as output. In each case the emitted tokens follow p exactly, whatever the drafts and however many of them were
-admitted. Unseeded requests whose laws nothing truncates are judged by native_rejection.py where it runs. Knows no drafter, no KV and no stop rule: what a request keeps of a verdict is decided where it is applied.
+admitted. Unseeded requests whose laws nothing truncates are judged by native_rejection.py where it runs. Knows no drafter, no KV
+and no stop rule: what a request keeps of a verdict is decided where it is applied.
 """
 
 from __future__ import annotations
