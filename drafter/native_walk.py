@@ -18,6 +18,8 @@ from verifier import native
 from verifier.sampling import SamplingTable
 
 _SOURCE = Path(__file__).with_name("walk.c")
+# It cuts laws by insertion sort: of 64 entries in no time, of 6,000 more slowly than torch.
+_MOST_CUT = 1024
 
 
 class _Walk(ctypes.Structure):
@@ -67,7 +69,7 @@ class NativeWalk:
     def draws(table: SamplingTable, num_columns: int, keep: int) -> bool:
         """Whether it can draw for these requests from so many columns: with fresh noise, from the `keep` largest logits; or all
         greedily."""
-        if not scores_whole(num_columns, keep):
+        if not scores_whole(num_columns, keep) or (table.any_truncated and keep > _MOST_CUT):
             return False
         return table.all_greedy or (0 < keep < num_columns and not table.any_seeded)
 
@@ -112,7 +114,7 @@ class NativeWalk:
             law_ids=law_ids,
             law=law,
             logits=torch.empty(num_requests, num_columns),
-            scratch=torch.empty(torch.get_num_threads(), 4, num_columns),
+            scratch=torch.empty(torch.get_num_threads(), 5, num_columns),
         )
         return tokens, embeddings, law_ids, law
 

@@ -20,7 +20,7 @@
  * Of a sampled walk only: temperatures [requests], 0 where greedy; top_k [requests], 0 for all; top_p, min_p [requests], 1 and 0
  * for all; noise [requests, slots] in [0, 1); law_ids, law [requests, slots, kept]: target ids, in ascending order, and the
  * probabilities that the slot's token was drawn by.
- * logits [requests, columns], scratch [threads, 4, columns]: working memory. */
+ * logits [requests, columns], scratch [threads, 5, columns]: working memory. */
 typedef struct {
     const Product *scores;
     const bf16 *embeddings, *base;
@@ -207,7 +207,7 @@ static int64_t draw(const Walk *w, int64_t request, int64_t slot, float *scratch
     const float temperature = w->temperatures[request];
     float *p = w->law + at * kept, top = -INFINITY;
     double sum = 0.0, reached = 0.0;
-    int32_t chosen[kept];
+    int32_t *chosen = (int32_t *)(scratch + 4 * columns);
     int64_t best = 0, taken = 0;
     if (!largest(w, w->logits + request * columns, scratch, chosen, p)) {
         for (int64_t i = 0; i < kept; i++) chosen[i] = (int32_t)i, p[i] = NAN;
@@ -255,7 +255,7 @@ void dspark_sampled_walk(const Walk *w) {
 #pragma omp for
             for (int64_t r = 0; r < w->requests; r++) {
                 const int64_t at = r * w->slots + slot;
-                w->tokens[at] = w->law_ids[at * w->kept + draw(w, r, slot, w->scratch + part * 4 * w->scores->outputs)];
+                w->tokens[at] = w->law_ids[at * w->kept + draw(w, r, slot, w->scratch + part * 5 * w->scores->outputs)];
                 if (slot + 1 < w->slots) embed(w, r, slot + 1, w->tokens[at]);
             }
         }

@@ -138,8 +138,9 @@ class Draft:
     token_ids: [w] drafted ids.
     confidence: [w] calibrated estimate of P(token k accepted | 1..k-1 accepted), or None when the drafter has no
         confidence head; survival is the cumulative product. Entry k must not depend on token k itself (reference 1.9).
-    q_ids, q_probs: [w, K] the sparse law each token was drawn from (float32, rows sum to 1; padding id -1 with mass 0).
-        None for greedy and for seeded requests, which do not need it. K = 64: 3.6 KiB a request at w = 7.
+    q_ids, q_probs: [w, K] the sparse law each token was drawn from (float32, rows sum to 1; distinct ids, then
+        padding, id -1 with mass 0). None for greedy and for seeded requests, which do not need it. K = 64: 3.6 KiB a
+        request at w = 7.
     """
 
     request_id: str

@@ -197,7 +197,7 @@ def _reject(law: Tensor, batch: _Batch, generator: torch.Generator | None) -> li
     ).to(device)
     if num_drafts == 0:
         return [num_draft, pick(law, generator)]
-    q_ids, q_probs, q_of_drafts = _proposals(batch)
+    q_ids, q_probs, q_of_drafts = _proposals(batch, law.shape[1])
     draft_rows = batch.draft_rows
     rows, drafts, owner, depth = torch.from_numpy(
         np.stack([draft_rows, batch.drafts, batch.owner[draft_rows], batch.depth[draft_rows]])
@@ -226,7 +226,7 @@ def _reject_natively(
 ) -> tuple[Ints, Ints, npt.NDArray[np.float32]]:
     """The same where nothing truncates their laws, and the largest logit of each row that was read. logits: of everyone, where
     the extensions of `batch` have theirs from first_row [E] on."""
-    q_ids, q_probs, q_of_drafts = _proposals(batch)
+    q_ids, q_probs, q_of_drafts = _proposals(batch, logits.shape[1])
     return native_rejection.reject(
         logits,
         first_row=first_row,
@@ -241,7 +241,7 @@ def _reject_natively(
     )
 
 
-def _proposals(batch: _Batch) -> tuple[Ints, npt.NDArray[np.float32], npt.NDArray[np.float64]]:
+def _proposals(batch: _Batch, num_columns: int) -> tuple[Ints, npt.NDArray[np.float32], npt.NDArray[np.float64]]:
     """q of every draft and one empty row, ids and probs [D + 1, K] (no id: 0 with mass 0), and q of the drafts, [D]."""
     if not len(batch.drafts):
         return np.zeros((1, 1), dtype=np.int64), np.zeros((1, 1), dtype=np.float32), np.zeros(0)
@@ -257,6 +257,9 @@ def _proposals(batch: _Batch) -> tuple[Ints, npt.NDArray[np.float32], npt.NDArra
             raise ValueError(f"q_ids and q_probs of {extension.request_id} must both be [num_draft, K]")
         q_ids[here, : extension.q_ids.shape[1]] = extension.q_ids
         q_probs[here, : extension.q_ids.shape[1]] = extension.q_probs
+    beyond = np.flatnonzero((q_ids >= num_columns).any(axis=1))
+    if len(beyond):
+        raise ValueError(f"q_ids of {_owner_of(batch, beyond[0])} must lie in 0..{num_columns - 1}, or be -1")
     q_probs[q_ids < 0] = 0
     broken = np.flatnonzero(~np.isfinite(q_probs).all(axis=1))  # a fault of the drafter costs acceptance, nothing else
     q_ids[broken], q_probs[broken] = -1, 0
@@ -264,9 +267,14 @@ def _proposals(batch: _Batch) -> tuple[Ints, npt.NDArray[np.float32], npt.NDArra
     of_drafts = np.where(q_ids[:-1] == batch.drafts[:, None], q_probs[:-1], 0).sum(axis=1, dtype=np.float64)
     wrong = np.flatnonzero((of_drafts <= 0) | (q_probs[:-1] < 0).any(axis=1))
     if len(wrong):
-        request_id = batch.extensions[np.searchsorted(batch.first_draft, wrong[0], side="right") - 1].request_id
-        raise ValueError(f"q_probs of {request_id} must give its drafted tokens mass and be nowhere negative")
+        raise ValueError(
+            f"q_probs of {_owner_of(batch, wrong[0])} must give its drafted tokens mass and be nowhere negative"
+        )
     return q_ids.clip(min=0), q_probs, of_drafts
+
+
+def _owner_of(batch: _Batch, draft: np.intp) -> str:
+    return batch.extensions[int(np.searchsorted(batch.first_draft, draft, side="right")) - 1].request_id
 
 
 def _verdicts(batch: _Batch, table: SamplingTable, answers: Ints) -> list[Verdict]:

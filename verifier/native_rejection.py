@@ -31,7 +31,7 @@ class _Rejection(ctypes.Structure):
         + [(name, ctypes.c_int64) for name in ("columns", "requests", "width", "threads")]
         + [(name, ctypes.c_void_p) for name in ("first_row", "num_draft", "first_draft", "drafts", "q_ids")]
         + [(name, ctypes.c_void_p) for name in ("temperatures", "q_probs", "q_of_drafts", "accept_noise", "draw_noise")]
-        + [(name, ctypes.c_void_p) for name in ("accepted", "tokens", "tops", "sums")]
+        + [(name, ctypes.c_void_p) for name in ("accepted", "tokens", "tops", "sums", "left_over")]
     )
 
 
@@ -65,7 +65,7 @@ def reject(
     NaN where it has no law (the request's answer is then 0) and 0 for the rows that were not.
 
     logits [S, V] bfloat16; first_row, num_draft, first_draft, temperatures [E]: a request's rows and drafts; drafts,
-    q_of_drafts [D]; q_ids, q_probs [D or more, K]: the laws of the drafts, distinct ids, mass 0 where there is none.
+    q_of_drafts [D]; q_ids, q_probs [D or more, K]: the laws of the drafts, distinct ids below V, mass 0 where there is none.
     """
     library = _load()
     assert library is not None, "ask usable() first"
@@ -88,7 +88,8 @@ def reject(
         "accepted": accepted,
         "tokens": tokens,
         "tops": tops,
-        "sums": np.empty((num_threads, -(-logits.shape[1] // _BLOCK))),
+        "sums": np.empty((num_threads, 2, -(-logits.shape[1] // _BLOCK))),
+        "left_over": np.empty((num_threads, q_ids.shape[1])),
     }
     arrays = {name: np.ascontiguousarray(array) for name, array in given.items()}
     call = _Rejection(

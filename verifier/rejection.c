@@ -18,7 +18,8 @@ static const double NO_MASS = 1e-8; /* a residual this small is rounding */
 
 /* logits [.., columns]. Of each of `requests`: first_row, num_draft, first_draft, temperatures, draw_noise; of each draft: drafts,
  * q_of_drafts, accept_noise, and ids and probabilities of its law q, [drafts + 1, width] (distinct ids; probability 0 where there is none).
- * Out: accepted, tokens [requests]; tops, the largest logit of each row that was read. sums [threads, blocks]: working memory. */
+ * Out: accepted, tokens [requests]; tops, the largest logit of each row that was read. sums [threads, 2, blocks], left_over
+ * [threads, width]: working memory, which may be more than a thread's stack holds. */
 typedef struct {
     const bf16 *logits;
     int64_t columns, requests, width, threads;
@@ -27,7 +28,7 @@ typedef struct {
     const double *q_of_drafts, *accept_noise, *draw_noise;
     int64_t *accepted, *tokens;
     float *tops;
-    double *sums;
+    double *sums, *left_over;
 } Rejection;
 
 typedef struct {
@@ -105,10 +106,10 @@ static int64_t draw(const Law *law, const int64_t *ids, const double *left_over,
 }
 
 /* Draws from max(0, p - q), or from p where nothing is left of it. */
-static int64_t draw_residual(const Law *law, const Rejection *r, int64_t draft, double noise) {
+static int64_t draw_residual(const Law *law, const Rejection *r, int64_t draft, double noise, double *left_over) {
     const int64_t *ids = r->q_ids + draft * r->width;
     const float *probs = r->q_probs + draft * r->width;
-    double left_over[r->width], total = 0.0, before[law->blocks];
+    double total = 0.0, *before = law->sums + law->blocks;
     memcpy(before, law->sums, law->blocks * sizeof *before);
     for (int64_t i = 0; i < r->width; i++) {
         left_over[i] = -1.0;
@@ -124,7 +125,7 @@ static int64_t draw_residual(const Law *law, const Rejection *r, int64_t draft, 
     return draw(law, NULL, NULL, 0, noise);
 }
 
-static void judge(const Rejection *r, int64_t request, double *sums) {
+static void judge(const Rejection *r, int64_t request, double *sums, double *left_over) {
     const float scale = fminf(1e30f, 1.0f / r->temperatures[request]);
     Law law = {.columns = r->columns, .blocks = (r->columns + BLOCK - 1) / BLOCK, .scale = scale, .sums = sums};
     const int64_t count = r->num_draft[request];
@@ -140,7 +141,7 @@ static void judge(const Rejection *r, int64_t request, double *sums) {
             return;
         }
         if (!(r->accept_noise[draft] * r->q_of_drafts[draft] < weight(&law, r->drafts[draft]) / law.total)) {
-            r->tokens[request] = draw_residual(&law, r, draft, r->draw_noise[request]);
+            r->tokens[request] = draw_residual(&law, r, draft, r->draw_noise[request], left_over);
             return;
         }
     }
@@ -150,5 +151,8 @@ void dspark_reject(const Rejection *r) {
     const int64_t blocks = (r->columns + BLOCK - 1) / BLOCK;
     const int threads = (int)(r->threads < r->requests ? r->threads : r->requests);
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-    for (int64_t request = 0; request < r->requests; request++) judge(r, request, r->sums + omp_get_thread_num() * blocks);
+    for (int64_t request = 0; request < r->requests; request++) {
+        const int64_t thread = omp_get_thread_num();
+        judge(r, request, r->sums + thread * 2 * blocks, r->left_over + thread * r->width);
+    }
 }

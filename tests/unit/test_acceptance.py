@@ -521,6 +521,10 @@ def test_drafts_that_cannot_be_are_refused() -> None:
         made = extension(SAMPLED, [1], q_ids=np.array([[1, 2]]), q_probs=np.array(q_probs, dtype=np.float32))
         with pytest.raises(ValueError, match="q_probs of r must give"):
             judge(logits=logits, extensions=[made], generator=generator())
+    made = extension(SAMPLED, [1], q_ids=np.array([[1, 4]]), q_probs=np.array([[0.5, 0.5]], dtype=np.float32))
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(ValueError, match=r"q_ids of r must lie in 0\.\.3"):
+            judge(logits=logits.to(dtype), extensions=[made], generator=generator())
     made = extension(SAMPLED, [1], q_ids=np.zeros((2, 3)), q_probs=np.ones((2, 3), dtype=np.float32))
     with pytest.raises(ValueError, match="q_ids and q_probs of r must both be"):
         judge(logits=logits, extensions=[made], generator=generator())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -133,6 +135,23 @@ def test_tokens_that_are_ruled_out_are_never_drawn() -> None:
     for seed in range(200):
         accepted, token, _ = call(logits, [1.0], seed)
         assert accepted == 0 and 555 <= token < 560
+
+
+def test_a_law_over_a_large_vocabulary_needs_no_large_stack() -> None:
+    """With `ulimit -s unlimited` a thread has 2 MiB, and a q over 262,144 tokens filled them."""
+    num_columns, outcomes = 262_144, []
+    logits = torch.zeros(2, num_columns)
+    q = [100.0] + [1.0 / num_columns] * (num_columns - 1)
+    threads_before, stack_before = torch.get_num_threads(), threading.stack_size(1 << 20)
+    torch.set_num_threads(1)
+    try:
+        thread = threading.Thread(target=lambda: outcomes.append(call(logits, q)))
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(threads_before)
+        threading.stack_size(stack_before)
+    assert [accepted for accepted, *_ in outcomes] == [0]
 
 
 @pytest.mark.parametrize("rows_of_others", [False, True])

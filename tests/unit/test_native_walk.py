@@ -235,3 +235,10 @@ def test_seeds_and_laws_over_whole_vocabularies_are_left_to_torch(
     assert NativeWalk.draws(table, 6000, 64) is native_draws
     assert NativeWalk.draws(table, 6000, 0) is table.all_greedy, "a law over the whole vocabulary is torch's"
     assert not NativeWalk.draws(table, 49_152, 64), "only the best of a large vocabulary are scored"
+
+
+def test_wide_laws_are_cut_by_torch_which_sorts_them_faster() -> None:
+    plain, cut = (
+        SamplingTable.build([SamplingParams(temperature=1.0, top_p=p)], torch.device("cpu")) for p in (1.0, 0.9)
+    )
+    assert NativeWalk.draws(plain, 16_384, 16_383) and not NativeWalk.draws(cut, 16_384, 16_383)
