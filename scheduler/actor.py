@@ -261,7 +261,8 @@ class SchedulerActor:
             logger.info("measuring the cost curve: %s", error)
             return None
         self._tell("checking the saved cost curve")
-        if await still_holds(curve, self._patient(self._verifier)):
+        timed_drafter = self._patient(self._drafter) if self._drafter is not None else None
+        if await still_holds(curve, self._patient(self._verifier), timed_drafter):
             return curve
         logger.info("measuring the cost curve: steps take another time now than when it was saved")
         return None

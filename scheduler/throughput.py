@@ -31,7 +31,10 @@ _FAR_TOKENS = (384, 512, 768, 1024, 1536, 2048, 4096)
 _FAR_WITHIN_S = 0.05
 _SPARSE_TOKENS = (1, 8, 32, 128)
 _SPOT_TOKENS = (1, 16, 64)
+_SPOT_REQUESTS = (1, 8)
 _SPOT_FACTOR = 1.5
+# A draft is short, and is timed so often that less of a difference is no noise.
+_SPOT_DRAFT_FACTOR = 1.3
 _CONTEXTS = (256, 1024, 4096)
 _KV_REQUESTS = 16
 _REQUESTS = (1, 2, 4, 8, 16, 32)
@@ -189,14 +192,26 @@ async def _kv_token_seconds(verifier: TimedVerifier, num_requests: int, context_
     return max(0.0, apart - together) / ((num_requests - few) * context_len)
 
 
-async def still_holds(curve: CostCurve, verifier: TimedVerifier) -> bool:
-    """Whether a saved curve agrees with a few steps timed now: a machine may have been busy then, or be another now."""
+async def still_holds(curve: CostCurve, verifier: TimedVerifier, drafter: Timed | None) -> bool:
+    """Whether a saved curve agrees with a few steps and drafts timed now: a machine may have been busy then, or be another now,
+    and so may the code that computes."""
     context_len = curve.points.contexts[0]
     tokens = [n for n in _SPOT_TOKENS if n <= curve.points.tokens[-1]]
     (seconds,) = await verifier.measure(tokens, [context_len])
     saved = np.array([curve.verify_seconds(n, 1, context_len)[0] for n in tokens])
+    if not _agree(seconds, saved, _SPOT_FACTOR):
+        return False
+    if drafter is None or not curve.points.draft_s:
+        return True
+    width = curve.points.widths[-1]
+    requests = [n for n in _SPOT_REQUESTS if n <= curve.points.requests[-1]]
+    drafts_s = [row[0] for row in await drafter.measure(requests, [width])]
+    return _agree(drafts_s, np.array([curve.draft_seconds(n, width) for n in requests]), _SPOT_DRAFT_FACTOR)
+
+
+def _agree(seconds: Sequence[float], saved: Seconds, factor: float) -> bool:
     ratios = np.asarray(seconds) / saved
-    return bool(np.all((ratios > 1 / _SPOT_FACTOR) & (ratios < _SPOT_FACTOR)))
+    return bool(np.all((ratios > 1 / factor) & (ratios < factor)))
 
 
 def check_points(points: CurvePoints, *, width: int) -> None:

@@ -709,20 +709,33 @@ async def test_the_curve_is_measured_once_saved_and_loaded_the_next_time(tmp_pat
         assert not (await actor.snapshot()).curve_from_file
 
 
-@pytest.mark.parametrize(("slower", "kept"), [(1.3, True), (3.0, False), (0.4, False)])
-async def test_a_saved_curve_that_no_longer_holds_is_measured_again(tmp_path: Path, slower: float, kept: bool) -> None:
-    """It may have been measured while the machine was busy with something else."""
+@pytest.mark.parametrize(
+    ("who", "slower", "kept"),
+    [
+        ("verifier", 1.3, True),
+        ("verifier", 3.0, False),
+        ("verifier", 0.4, False),
+        ("drafter", 1.2, True),
+        ("drafter", 1.6, False),
+        ("drafter", 0.6, False),
+    ],
+)
+async def test_a_saved_curve_that_no_longer_holds_is_measured_again(
+    tmp_path: Path, who: str, slower: float, kept: bool
+) -> None:
+    """It may have been measured while the machine was busy with something else, or by code that computed otherwise."""
     path = tmp_path / "c.json"
     verifier, drafter = toys()
     told: list[str] = []
     async with serving(verifier, drafter, CONFIG, curve_path=path, tell=told.append):
         assert told == ["measuring the cost curve"]
-    usual = verifier.measure
+    changed = verifier if who == "verifier" else drafter
+    usual = changed.measure
 
-    async def measure(num_tokens: Sequence[int], context_lens: Sequence[int], rows: int = 8) -> list[list[float]]:
-        return [[slower * seconds for seconds in row] for row in await usual(num_tokens, context_lens)]
+    async def measure(rows: Sequence[int], columns: Sequence[int], rows_per_request: int = 8) -> list[list[float]]:
+        return [[slower * seconds for seconds in row] for row in await usual(rows, columns)]
 
-    verifier.measure = measure  # type: ignore[method-assign]
+    changed.measure = measure  # type: ignore[method-assign]
     told.clear()
     async with serving(verifier, drafter, CONFIG, curve_path=path, tell=told.append) as actor:
         assert (await actor.snapshot()).curve_from_file is kept
