@@ -39,9 +39,8 @@ class _Walk(ctypes.Structure):
 def _load() -> ctypes.CDLL | None:
     library = native.compiled(_SOURCE) if native.load() is not None else None
     if library is not None:
-        for walk in (library.dspark_greedy_walk, library.dspark_sampled_walk):
-            walk.argtypes = [ctypes.c_void_p]
-            walk.restype = None
+        library.dspark_walk.argtypes = [ctypes.c_void_p]
+        library.dspark_walk.restype = None
     return library
 
 
@@ -51,7 +50,7 @@ class NativeWalk:
     def __init__(self, markov: MarkovHead, vocabulary: Tensor | None) -> None:
         library, scores = _load(), markov.score_all.product
         assert library is not None and scores is not None, "ask usable() first"
-        self._library = library
+        self._walk = library.dspark_walk
         self._scores, self._w1 = scores, markov.w1.contiguous()
         self._row_of = None if markov.row_of is None else markov.row_of.contiguous()
         self._token_of = None if vocabulary is None else vocabulary.to(torch.int64).contiguous()
@@ -78,7 +77,6 @@ class NativeWalk:
         in float32 of the token before each slot."""
         num_requests, rank, num_threads = len(base_logits), self._w1.shape[1], torch.get_num_threads()
         return self._run(
-            self._library.dspark_greedy_walk,
             base_logits,
             anchor_ids,
             places=anchor_ids.new_empty(num_threads, num_requests),
@@ -101,7 +99,6 @@ class NativeWalk:
         law = torch.empty(num_requests, num_slots, keep)
         temperatures = torch.where(table.tensor(table.greedy), 0.0, table.temperature_tensor).float()
         tokens, embeddings = self._run(
-            self._library.dspark_sampled_walk,
             base_logits,
             anchor_ids,
             mixed=base_logits.new_empty(num_requests, self._w1.shape[1]),
@@ -118,9 +115,8 @@ class NativeWalk:
         )
         return tokens, embeddings, law_ids, law
 
-    def _run(
-        self, walk: ctypes._NamedFuncPointer, base_logits: Tensor, anchor_ids: Tensor, **own: Tensor | int
-    ) -> tuple[Tensor, Tensor]:
+    def _run(self, base_logits: Tensor, anchor_ids: Tensor, **own: Tensor | int) -> tuple[Tensor, Tensor]:
+        """own: what only one of the two walks has; without `kept` it is the greedy one."""
         num_requests, num_slots, _ = base_logits.shape
         tokens = anchor_ids.new_empty(2, num_requests, num_slots)
         given: dict[str, Tensor | int | None] = {
@@ -138,5 +134,5 @@ class NativeWalk:
         }
         values = {name: each.data_ptr() if isinstance(each, Tensor) else each for name, each in given.items()}
         arguments = _Walk(scores=ctypes.addressof(self._scores.arguments), **values)
-        walk(ctypes.addressof(arguments))
+        self._walk(ctypes.addressof(arguments))
         return tokens[1], self._w1.index_select(0, tokens[0].flatten()).float().view(num_requests, num_slots, -1)

@@ -70,38 +70,23 @@ static void best_of(const Walk *w, int64_t slot, int64_t first, int64_t n, int64
     }
 }
 
+static int64_t token_of(const Walk *w, int64_t column) { return w->token_of ? w->token_of[column] : column; }
+
 static void embed(const Walk *w, int64_t request, int64_t slot, int64_t token) {
     const int64_t rank = w->scores->inputs, row = w->row_of ? w->row_of[token] : token;
     w->rows[request * w->slots + slot] = row;
     memcpy(w->mixed + request * rank, w->embeddings + row * rank, rank * sizeof(bf16));
 }
 
-void dspark_greedy_walk(const Walk *w) {
-    const int64_t panels = (w->scores->outputs + PANEL - 1) / PANEL;
-    for (int64_t r = 0; r < w->requests; r++) embed(w, r, 0, w->anchors[r]);
-#pragma omp parallel num_threads(w->threads)
-    {
-        const int64_t part = omp_get_thread_num(), parts = omp_get_num_threads();
-        int64_t from, to;
-        share(panels, part, parts, &from, &to);
-        for (int64_t slot = 0; slot < w->slots; slot++) {
-            for (int64_t first = 0; first < w->requests; first += MAX_TILE) {
-                int64_t n = w->requests - first < MAX_TILE ? w->requests - first : MAX_TILE;
-                best_of(w, slot, first, n, from, to, w->tops + part * w->requests, w->places + part * w->requests);
-            }
-#pragma omp barrier
-#pragma omp for
-            for (int64_t r = 0; r < w->requests; r++) {
-                float top = -INFINITY;
-                int64_t place = 0;
-                for (int64_t p = 0; p < parts; p++)
-                    if (w->tops[p * w->requests + r] > top) top = w->tops[p * w->requests + r], place = w->places[p * w->requests + r];
-                int64_t token = w->token_of ? w->token_of[place] : place;
-                w->tokens[r * w->slots + slot] = token;
-                if (slot + 1 < w->slots) embed(w, r, slot + 1, token);
-            }
-        }
+/* The column of the largest corrected logit of a request, of what all threads found; of equal ones the first. */
+static int64_t best_column(const Walk *w, int64_t request, int64_t parts) {
+    float top = -INFINITY;
+    int64_t place = 0;
+    for (int64_t p = 0; p < parts; p++) {
+        const int64_t at = p * w->requests + request;
+        if (w->tops[at] > top) top = w->tops[at], place = w->places[at];
     }
+    return place;
 }
 
 /* The corrected logits of n rows in panels from..to-1. */
@@ -223,7 +208,7 @@ static int64_t draw(const Walk *w, int64_t request, int64_t slot, float *scratch
     for (int64_t i = 0; i < kept; i++) sum += p[i];
     for (int64_t i = 0; i < kept; i++) {
         p[i] = temperature > 0.0f ? (float)(p[i] / sum) : i == best;
-        w->law_ids[at * kept + i] = w->token_of ? w->token_of[chosen[i]] : chosen[i];
+        w->law_ids[at * kept + i] = token_of(w, chosen[i]);
     }
     if (temperature <= 0.0f) return best;
     if (w->top_k[request] > 0 || w->top_p[request] < 1.0 || w->min_p[request] > 0.0) truncate_law(w, request, p);
@@ -238,8 +223,9 @@ static int64_t draw(const Walk *w, int64_t request, int64_t slot, float *scratch
     return taken;
 }
 
-void dspark_sampled_walk(const Walk *w) {
-    const int64_t panels = (w->scores->outputs + PANEL - 1) / PANEL;
+/* Greedy where nothing is kept. */
+void dspark_walk(const Walk *w) {
+    const int64_t columns = w->scores->outputs, panels = (columns + PANEL - 1) / PANEL;
     for (int64_t r = 0; r < w->requests; r++) embed(w, r, 0, w->anchors[r]);
 #pragma omp parallel num_threads(w->threads)
     {
@@ -249,13 +235,19 @@ void dspark_sampled_walk(const Walk *w) {
         for (int64_t slot = 0; slot < w->slots; slot++) {
             for (int64_t first = 0; first < w->requests; first += MAX_TILE) {
                 int64_t n = w->requests - first < MAX_TILE ? w->requests - first : MAX_TILE;
-                correct(w, slot, first, n, from, to);
+                if (w->kept)
+                    correct(w, slot, first, n, from, to);
+                else
+                    best_of(w, slot, first, n, from, to, w->tops + part * w->requests, w->places + part * w->requests);
             }
 #pragma omp barrier
 #pragma omp for
             for (int64_t r = 0; r < w->requests; r++) {
                 const int64_t at = r * w->slots + slot;
-                w->tokens[at] = w->law_ids[at * w->kept + draw(w, r, slot, w->scratch + part * 5 * w->scores->outputs)];
+                if (w->kept)
+                    w->tokens[at] = w->law_ids[at * w->kept + draw(w, r, slot, w->scratch + part * 5 * columns)];
+                else
+                    w->tokens[at] = token_of(w, best_column(w, r, parts));
                 if (slot + 1 < w->slots) embed(w, r, slot + 1, w->tokens[at]);
             }
         }

@@ -271,19 +271,24 @@ def num_open(running: Server) -> int:
     )
 
 
+def last_event_after_two_signals(running: Server, body: dict) -> dict:
+    """The last event of a stream that is running when the server is told to stop, and told again while it drains."""
+    with running.client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        running.process.send_signal(signal.SIGTERM)
+        running.wait_for("draining")
+        running.process.send_signal(signal.SIGINT)
+        last = [line for line in lines if line][-1]
+    return json.loads(last.removeprefix("data: "))
+
+
 def test_a_second_signal_cuts_what_runs_and_is_the_exit_status_with_one_line(endless_flags):
     running = Server(["--no-ray", *endless_flags])
     try:
         running.wait_ready()
         body = {"model": "golden", "prompt": "hello", "max_tokens": 7000, "stream": True, "ignore_eos": True}
-        with running.client.stream("POST", "/v1/completions", json=body) as response:
-            lines = response.iter_lines()
-            next(lines)
-            running.process.send_signal(signal.SIGTERM)
-            running.wait_for("draining")
-            running.process.send_signal(signal.SIGINT)
-            last = [line for line in lines if line][-1]
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert last_event_after_two_signals(running, body)["error"]["code"] == "shutting_down"
         assert running.process.wait(timeout=120) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
         assert own_lines(running) in (["dspark: stopped by SIGINT"], ["dspark: stopped by SIGTERM"])
     finally:
@@ -359,14 +364,7 @@ def test_a_second_signal_ends_a_stream_on_ray_with_an_error_event(endless_flags)
         running.wait_ready()
         child = server_of(running)
         body = {"model": "golden", "prompt": "hello", "max_tokens": 7000, "stream": True, "n": 4, "ignore_eos": True}
-        with running.client.stream("POST", "/v1/completions", json=body) as response:
-            lines = response.iter_lines()
-            next(lines)
-            running.process.send_signal(signal.SIGTERM)
-            running.wait_for("draining")
-            running.process.send_signal(signal.SIGINT)
-            last = [line for line in lines if line][-1]
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert last_event_after_two_signals(running, body)["error"]["code"] == "shutting_down"
         assert running.process.wait(timeout=120) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
         assert running.rest().splitlines()[-1] in ("dspark: stopped by SIGINT", "dspark: stopped by SIGTERM")
         assert in_session(child) == []
