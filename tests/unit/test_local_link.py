@@ -7,13 +7,14 @@ import asyncio
 import contextlib
 import dataclasses
 import pickle
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
 from scheduler.errors import BadParams, Overloaded, SchedulerLost, ServingError
 from scheduler.wire import Delta, FinishReason, Request, SamplingParams, StepTimes, TokenLogprob, Usage
 from services.local_link import Door, Link, Visitor
+from tests.waiting import until
 
 
 class Far:
@@ -40,12 +41,6 @@ class Far:
 
 def request(name: str, num_prompt: int = 3) -> Request:
     return Request(name, tuple(range(num_prompt)), SamplingParams(max_tokens=4))
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 @contextlib.asynccontextmanager
