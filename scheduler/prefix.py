@@ -100,12 +100,16 @@ class PrefixCache:
         return Match(tuple(blocks), tuple(names), num_bare)
 
     def healable(self, match: Match, keep: int) -> Match:
-        """The first `keep` blocks of it, the others given back, if what is computed anew can take the place of their bare ones:
-        nobody else holds those. Otherwise the match as it is."""
-        if any(self._allocator.num_holders(block) > 2 for block in match.blocks[keep : match.num_bare]):
+        """The blocks of it before the first bare one from `keep` on, the others given back, if what is computed anew can take the
+        place of those that are bare: nobody else holds them. Otherwise the match as it is. What somebody is just computing anew
+        is not computed twice, and nobody who comes meanwhile holds the rest in its old state."""
+        blocks = match.blocks
+        bare = [k for k in range(keep, match.num_bare) if self._by_block[blocks[k]].epoch != self.epoch]
+        if not bare or any(self._allocator.num_holders(blocks[k]) > 2 for k in bare):
             return match
-        self.give_back(match.blocks[keep:])
-        return Match(match.blocks[:keep], match.names[:keep], min(match.num_bare, keep))
+        first = bare[0]
+        self.give_back(blocks[first:])
+        return Match(blocks[:first], match.names[:first], min(match.num_bare, keep))
 
     def insert(self, parent: int, tokens: bytes, block: int, *, has_context: bool = True) -> Entry | None:
         """Makes `block`, held by the caller, the cached block of `tokens` after `parent`; returns the entry.

@@ -222,6 +222,35 @@ def test_where_context_is_wanted_the_last_rows_are_computed_again_once_for_all(m
     assert tables.num_available == num_available and tables.cache.num_idle == 5
 
 
+def test_who_comes_while_a_prefix_is_computed_anew_goes_on_behind_what_is_done_and_keeps_nobody_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("scheduler.tables.ENOUGH_CONTEXT", 3 * SIZE)
+    tables = BlockTables(32, SIZE, cached=True)
+    tokens = [*range(5 * SIZE + 1)]
+    tables.release(cached_without_a_context(tables, tokens, 5 * SIZE))
+    healer, other, follower = (live_of(tokens, name=name) for name in "hof")
+    tables.restore(healer, heals=True)
+    tables.grow(healer, healer.num_known)
+    healer.num_computed = 3 * SIZE
+    tables.publish(healer)
+    tables.restore(other, heals=True)
+    assert (other.num_computed, other.context_from) == (3 * SIZE, 2 * SIZE), "a block is done already"
+    tables.check_integrity([healer, other])
+    tables.grow(other, other.num_known)
+    for live in (healer, other):
+        live.num_computed = live.num_known - 1
+        tables.publish(live)
+    tables.restore(follower, heals=True)
+    assert (follower.num_computed, follower.context_from) == (5 * SIZE, 2 * SIZE)
+    assert {tuple(live.block_table[:5].tolist()) for live in (healer, other, follower)} == {
+        tuple(follower.block_table[:5].tolist())
+    }
+    for live in (healer, other, follower):
+        tables.release(live)
+    tables.check_integrity([])
+
+
 def test_what_somebody_holds_without_a_context_is_not_computed_again() -> None:
     tables = BlockTables(32, SIZE, cached=True)
     tokens = [*range(2 * SIZE + 1)]
