@@ -15,10 +15,11 @@ from torch import Tensor
 from drafter.heads import MarkovHead, VanillaCell
 from drafter.propose import scores_whole
 from verifier import native
+from verifier.noise import row_keys
 from verifier.sampling import SamplingTable
 
 _SOURCE = Path(__file__).with_name("walk.c")
-# It cuts laws by insertion sort: of 64 entries in no time, of 6,000 more slowly than torch.
+# It cuts laws by insertion sort and races all their entries: of 64 in no time, of 6,000 more slowly than torch.
 _MOST_CUT = 1024
 
 
@@ -30,7 +31,7 @@ class _Walk(ctypes.Structure):
         + [(name, ctypes.c_int64) for name in ("requests", "slots", "threads")]
         + [(name, ctypes.c_void_p) for name in ("rows", "tokens", "places", "mixed", "tops")]
         + [("kept", ctypes.c_int64)]
-        + [(name, ctypes.c_void_p) for name in ("temperatures", "top_k", "top_p", "min_p", "noise")]
+        + [(name, ctypes.c_void_p) for name in ("temperatures", "top_k", "seeded", "keys", "top_p", "min_p", "noise")]
         + [(name, ctypes.c_void_p) for name in ("law_ids", "law", "logits", "scratch")]
     )
 
@@ -66,11 +67,10 @@ class NativeWalk:
 
     @staticmethod
     def draws(table: SamplingTable, num_columns: int, keep: int) -> bool:
-        """Whether it can draw for these requests from so many columns: with fresh noise, from the `keep` largest logits; or all
-        greedily."""
-        if not scores_whole(num_columns, keep) or (table.any_truncated and keep > _MOST_CUT):
+        """Whether it can draw for these requests from so many columns: from the `keep` largest logits, or all greedily."""
+        if not scores_whole(num_columns, keep) or ((table.any_truncated or table.any_seeded) and keep > _MOST_CUT):
             return False
-        return table.all_greedy or (0 < keep < num_columns and not table.any_seeded)
+        return table.all_greedy or 0 < keep < num_columns
 
     def greedy(self, base_logits: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:
         """base_logits [R, w, Vd] bfloat16, anchor_ids [R] -> tokens drawn [R, w] (target ids), and the W1 embeddings [R, w, r]
@@ -90,10 +90,11 @@ class NativeWalk:
         anchor_ids: Tensor,
         table: SamplingTable,
         keep: int,
+        output_positions: Tensor,
         generator: torch.Generator | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same, drawn with fresh noise, and the laws that the tokens were drawn from: target ids [R, w, keep], ascending,
-        and probabilities [R, w, keep] float32."""
+        """The same, drawn with fresh noise or with that of (seed, output position [R, w]), and the laws that the tokens were
+        drawn from: target ids [R, w, keep], ascending, and probabilities [R, w, keep] float32."""
         num_requests, num_slots, num_columns = base_logits.shape
         law_ids = anchor_ids.new_empty(num_requests, num_slots, keep)
         law = torch.empty(num_requests, num_slots, keep)
@@ -105,6 +106,8 @@ class NativeWalk:
             kept=keep,
             temperatures=temperatures,
             top_k=table.tensor(table.top_k),
+            seeded=table.tensor(table.seeded).long(),
+            keys=row_keys(table.seed_key_tensor[:, None], output_positions),
             top_p=table.tensor(table.top_p),
             min_p=table.tensor(table.min_p),
             noise=torch.rand(num_requests, num_slots, dtype=torch.float64, generator=generator),

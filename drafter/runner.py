@@ -206,8 +206,10 @@ class DraftRunner:
                 tokens, embeddings = self.native_walk.greedy(base, anchor_ids)
             else:
                 tokens, embeddings, law_ids, law = self.native_walk.sampled(
-                    base, anchor_ids, table, keep, self.generator
+                    base, anchor_ids, table, keep, output_positions, self.generator
                 )
+                if not table.any_unseeded:
+                    law_ids = law = None
             stated = self.confidence.logits(hidden, embeddings) if self.confidence is not None else None
             return Proposal(tokens, law_ids, law, (), stated)
         return propose(

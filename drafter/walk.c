@@ -10,6 +10,7 @@
 #include <omp.h>
 #include <string.h>
 
+#include "keyed_noise.h"
 #include "products.h"
 
 /* scores: W2 [columns, rank]. embeddings: W1 [.., rank]. row_of [V]: W1 row of a target id, NULL where it is the id.
@@ -18,9 +19,9 @@
  * tops, places [threads, requests]: working memory.
  *
  * Of a sampled walk only: temperatures [requests], 0 where greedy; top_k [requests], 0 for all; top_p, min_p [requests], 1 and 0
- * for all; noise [requests, slots] in [0, 1); law_ids, law [requests, slots, kept]: target ids, in ascending order, and the
- * probabilities that the slot's token was drawn by.
- * logits [requests, columns], scratch [threads, 5, columns]: working memory. */
+ * for all; noise [requests, slots] in [0, 1), and where `seeded` [requests] is not 0, instead of it, keys [requests, slots] of
+ * verifier/noise.py; law_ids, law [requests, slots, kept]: target ids, in ascending order, and the probabilities that the slot's
+ * token was drawn by. logits [requests, columns], scratch [threads, 5, columns]: working memory. */
 typedef struct {
     const Product *scores;
     const bf16 *embeddings, *base;
@@ -31,7 +32,7 @@ typedef struct {
     float *tops;
     int64_t kept;
     const float *temperatures;
-    const int64_t *top_k;
+    const int64_t *top_k, *seeded, *keys;
     const double *top_p, *min_p, *noise;
     int64_t *law_ids;
     float *law, *logits, *scratch;
@@ -185,6 +186,18 @@ static void truncate_law(const Walk *w, int64_t request, float *p) {
     for (int64_t i = 0; i < last; i++) p[order[i]] = (float)(p[order[i]] / reached);
 }
 
+/* Which entry of a law wins with keyed noise; of equal ones the first. */
+static int64_t race(const float *law, const int64_t *ids, int64_t count, int64_t key) {
+    double best = -INFINITY;
+    int64_t winner = 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (!(law[i] > 0.0f)) continue;
+        const double score = log(law[i]) + keyed_gumbel(key, ids[i]);
+        if (score > best) best = score, winner = i;
+    }
+    return winner;
+}
+
 /* Draws a request's slot from the softmax of its largest logits at its temperature; which of them. Logits that give no law make
  * one of NaN, as torch does. */
 static int64_t draw(const Walk *w, int64_t request, int64_t slot, float *scratch) {
@@ -212,6 +225,7 @@ static int64_t draw(const Walk *w, int64_t request, int64_t slot, float *scratch
     }
     if (temperature <= 0.0f) return best;
     if (w->top_k[request] > 0 || w->top_p[request] < 1.0 || w->min_p[request] > 0.0) truncate_law(w, request, p);
+    if (w->seeded[request]) return race(p, w->law_ids + at * kept, kept, w->keys[at]);
     /* the law as it is sent, not what it would be without rounding, decides */
     double total = 0.0;
     for (int64_t i = 0; i < kept; i++) total += p[i];

@@ -11,8 +11,8 @@ logits rows 0..n give p_1..p_{n+1}; the verdict is the accepted prefix of the dr
 
 p_k is the law of what the request's parameters make of the target's logits (penalties.py, masks.py, min_tokens) with
 x_1..x_{k-1} as output. In each case the emitted tokens follow p exactly, whatever the drafts and however many of them were
-admitted. Unseeded requests whose laws nothing truncates are judged by native_rejection.py where it runs. Knows no drafter, no KV
-and no stop rule: what a request keeps of a verdict is decided where it is applied.
+admitted. All but greedy requests are judged by native_rejection.py where it runs, whoever is in the batch. Knows no drafter, no
+KV and no stop rule: what a request keeps of a verdict is decided where it is applied.
 """
 
 from __future__ import annotations
@@ -104,31 +104,32 @@ def judge(
     _refuse_misfits(batch, logits)
     table = SamplingTable.build([e.params for e in extensions], logits.device)
     raw, logits = logits, _as_asked(logits, batch, masks)
-    unseeded = ~(table.greedy | table.seeded)
-    natively = native_rejection.usable(logits) and not table.truncated[unseeded].any()
-    if natively and unseeded.all():
-        num_accepted, tokens, largest = _reject_natively(logits, batch, batch.first_row, table.temperature, generator)
+    natively = native_rejection.usable(logits)
+    by_targets = table.greedy if natively else table.greedy | table.seeded
+    if natively and not table.any_greedy:
+        num_accepted, tokens, largest = _reject_natively(logits, batch, batch.first_row, table, generator)
         no_targets = np.zeros(len(largest), dtype=np.int64)
         found = np.concatenate((no_targets, np.isfinite(largest), num_accepted, tokens))
-        return _with_logprobs(_verdicts(batch, table, found), raw, batch)
+        return _with_logprobs(_verdicts(batch, by_targets, found), raw, batch)
     tops, targets = peak(logits)
     answers = [targets, torch.isfinite(tops).to(torch.int64)]
-    if table.any_seeded:
+    if table.any_seeded and not natively:
         rows = np.flatnonzero(table.seeded[batch.owner])
         picker, positions = table.take(batch.owner[rows]), torch.from_numpy(batch.positions[rows]).to(logits.device)
         picked = seeded_pick(_select(logits, rows), picker, positions)
         answers[0] = targets.index_copy(0, torch.from_numpy(rows).to(logits.device), picked)
-    if table.any_unseeded:
-        part = _Batch.build([e for e, chosen in zip(extensions, unseeded, strict=True) if chosen])
+    if not by_targets.all():
+        chosen = np.flatnonzero(~by_targets)
+        part = _Batch.build([e for e, is_chosen in zip(extensions, ~by_targets, strict=True) if is_chosen])
         if natively:
-            first_row, temperatures = batch.first_row[unseeded], table.temperature[unseeded]
-            num_accepted, tokens, _ = _reject_natively(logits, part, first_row, temperatures, generator)
+            first_row = batch.first_row[chosen]
+            num_accepted, tokens, _ = _reject_natively(logits, part, first_row, table.take(chosen), generator)
             answers += [torch.from_numpy(num_accepted), torch.from_numpy(tokens)]
         else:
-            rows = np.flatnonzero(unseeded[batch.owner])
+            rows = np.flatnonzero(~by_targets[batch.owner])
             law = transform(_select(logits, rows), table.take(batch.owner[rows]))
             answers += _reject(law, part, generator)
-    return _with_logprobs(_verdicts(batch, table, torch.cat(answers).cpu().numpy()), raw, batch)
+    return _with_logprobs(_verdicts(batch, by_targets, torch.cat(answers).cpu().numpy()), raw, batch)
 
 
 def _refuse_misfits(batch: _Batch, logits: Tensor) -> None:
@@ -221,11 +222,11 @@ def _reject_natively(
     logits: Tensor,
     batch: _Batch,
     first_row: Ints,
-    temperatures: npt.NDArray[np.float64],
+    table: SamplingTable,
     generator: torch.Generator | None,
 ) -> tuple[Ints, Ints, npt.NDArray[np.float32]]:
-    """The same where nothing truncates their laws, and the largest logit of each row that was read. logits: of everyone, where
-    the extensions of `batch` have theirs from first_row [E] on."""
+    """The same of all sampled extensions, seeded ones too, and the largest logit of each row that was read. logits: of everyone,
+    where the extensions of `batch` have theirs from first_row [E] on. table [E]: theirs."""
     q_ids, q_probs, q_of_drafts = _proposals(batch, logits.shape[1])
     return native_rejection.reject(
         logits,
@@ -233,7 +234,8 @@ def _reject_natively(
         num_draft=batch.num_draft,
         first_draft=batch.first_draft,
         drafts=batch.drafts,
-        temperatures=temperatures,
+        table=table,
+        output_index=batch.positions[batch.first_row],
         q_ids=q_ids,
         q_probs=q_probs,
         q_of_drafts=q_of_drafts,
@@ -250,7 +252,7 @@ def _proposals(batch: _Batch, num_columns: int) -> tuple[Ints, npt.NDArray[np.fl
     q_probs = np.zeros(q_ids.shape, dtype=np.float32)
     for extension, first in zip(batch.extensions, batch.first_draft, strict=True):
         here = slice(first, first + extension.num_draft)
-        if extension.q_ids is None or extension.q_probs is None:
+        if extension.q_ids is None or extension.q_probs is None or extension.params.seed is not None:
             q_ids[here, 0], q_probs[here, 0] = batch.drafts[here], 1
             continue
         if extension.q_ids.shape != extension.q_probs.shape or len(extension.q_ids) != extension.num_draft:
@@ -277,14 +279,15 @@ def _owner_of(batch: _Batch, draft: np.intp) -> str:
     return batch.extensions[int(np.searchsorted(batch.first_draft, draft, side="right")) - 1].request_id
 
 
-def _verdicts(batch: _Batch, table: SamplingTable, answers: Ints) -> list[Verdict]:
-    """answers: targets [S], is each row finite [S], then num_accepted [R] and next token [R] of the unseeded."""
-    targets, finite, unseeded = np.split(answers, [len(batch.owner), 2 * len(batch.owner)])
-    rejections = iter(unseeded.reshape(2, -1).T.tolist())
+def _verdicts(batch: _Batch, by_targets: Flags, answers: Ints) -> list[Verdict]:
+    """by_targets [E]: whose drafts are compared with the targets. answers: targets [S], is each row finite [S], then
+    num_accepted [R] and next token [R] of the others."""
+    targets, finite, judged = np.split(answers, [len(batch.owner), 2 * len(batch.owner)])
+    rejections = iter(judged.reshape(2, -1).T.tolist())
     verdicts = []
     for i, extension in enumerate(batch.extensions):
         drafts = batch.drafts_of(i).tolist()
-        if table.greedy[i] or table.seeded[i]:
+        if by_targets[i]:
             wanted = targets[batch.first_row[i] :][: extension.num_draft + 1].tolist()
             num_accepted = next((k for k, draft in enumerate(drafts) if draft != wanted[k]), len(drafts))
             token = wanted[num_accepted]

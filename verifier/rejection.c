@@ -1,79 +1,34 @@
-/* Rejection sampling of drafts against bfloat16 logits, a request a thread: see verifier/native_rejection.py.
+/* Judges the drafts of sampled requests, a request a thread: see verifier/native_rejection.py.
  *
- * Why: torch's operators make each row's law, then the residual, then its sums. Here only the rows up to the first rejection are read,
- * and only one is drawn from. Judging a sampled step of the demo target (49,152 tokens) takes 0.7 instead of 1.1 ms without drafts,
- * 0.8 instead of 1.6 with one request's drafts, 0.8 instead of 1.9 with four requests' twelve, on two cores, with what numpy and
- * torch do around it.
- *
- * p of a row is exp((logit - largest) / temperature) over the sum of these, Z; the weights of a draw are sums of them by blocks
- * of columns, then one by one inside the block that was hit.
+ * Why: torch's operators make each row's law, then its cuts, then the residual or the race, then sums. Here only the rows up to the
+ * first rejection are read, and only one is drawn from. Laws: law.h.
  */
 #include <omp.h>
-#include <string.h>
 
-#include "bfloat16.h"
+#include "keyed_noise.h"
+#include "law.h"
 
-enum { BLOCK = 512 };
-static const double NO_MASS = 1e-8; /* a residual this small is rounding */
+static const double NO_MASS = 1e-8;      /* a residual this small is rounding */
+static const double HEAD_FLOOR = 0x1p-13; /* of verifier/sampling.py, as the ids of a tail and its blocks are noise.py's */
+enum { NARROW = 512, TAIL_ID = -1, BLOCK_ID = -2 };
 
-/* logits [.., columns]. Of each of `requests`: first_row, num_draft, first_draft, temperatures, draw_noise; of each draft: drafts,
- * q_of_drafts, accept_noise, and ids and probabilities of its law q, [drafts + 1, width] (distinct ids; probability 0 where there is none).
+/* logits [.., columns], float32 where `single`, else bfloat16. Of each of `requests`: first_row, num_draft, first_draft, temperatures,
+ * top_k, top_p, min_p (0, 1, 0: off), seeded, draw_noise; of each draft: drafts, q_of_drafts, accept_noise, and ids and probabilities
+ * of its law q, [drafts + 1, width] (distinct ids; probability 0 where there is none); of each row keys, which seeded requests draw by:
+ * columns of one block of a tail in tail_block.
  * Out: accepted, tokens [requests]; tops, the largest logit of each row that was read. sums [threads, 2, blocks], left_over
- * [threads, width]: working memory, which may be more than a thread's stack holds. */
+ * [threads, width], weights, list [threads, columns padded to a multiple of 16]: working memory, which may be more than a thread's
+ * stack holds. */
 typedef struct {
-    const bf16 *logits;
-    int64_t columns, requests, width, threads;
-    const int64_t *first_row, *num_draft, *first_draft, *drafts, *q_ids;
+    const void *logits;
+    int64_t single, columns, requests, width, threads, tail_block;
+    const int64_t *first_row, *num_draft, *first_draft, *drafts, *q_ids, *top_k, *seeded, *keys;
     const float *temperatures, *q_probs;
-    const double *q_of_drafts, *accept_noise, *draw_noise;
+    const double *top_p, *min_p, *q_of_drafts, *accept_noise, *draw_noise;
     int64_t *accepted, *tokens;
-    float *tops;
+    float *tops, *weights, *list;
     double *sums, *left_over;
 } Rejection;
-
-typedef struct {
-    const bf16 *logits;
-    int64_t columns, blocks;
-    float top, scale;
-    double *sums, total;
-} Law;
-
-INLINE __m512 weights(const Law *law, int64_t c, __mmask16 real) {
-    __m512 x = widened(_mm256_maskz_loadu_epi16(real, law->logits + c));
-    x = _mm512_mul_ps(_mm512_sub_ps(x, _mm512_set1_ps(law->top)), _mm512_set1_ps(law->scale));
-    return _mm512_maskz_mov_ps(real, exp_ps(x));
-}
-
-static float weight(const Law *law, int64_t column) {
-    return _mm512_cvtss_f32(weights(law, column, 1));
-}
-
-/* NaN where a logit is no number. */
-static float largest(const bf16 *logits, int64_t columns) {
-    __m512 best = _mm512_set1_ps(-INFINITY);
-    __mmask16 broken = 0;
-    for (int64_t c = 0; c < columns; c += 16) {
-        __mmask16 real = real_columns(columns, c);
-        __m512 x = widened(_mm256_maskz_loadu_epi16(real, logits + c));
-        broken |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-        best = _mm512_mask_max_ps(best, real, best, x);
-    }
-    return broken ? NAN : _mm512_reduce_max_ps(best);
-}
-
-static void read_law(Law *law) {
-    law->total = 0.0;
-    for (int64_t b = 0; b < law->blocks; b++) {
-        __m512d low = _mm512_setzero_pd(), high = low; /* so that a residual of nearly nothing is not rounding */
-        for (int64_t c = b * BLOCK; c < (b + 1) * BLOCK && c < law->columns; c += 16) {
-            __m512 each = weights(law, c, real_columns(law->columns, c));
-            low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(each)));
-            high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(each, 1)));
-        }
-        law->sums[b] = _mm512_reduce_add_pd(_mm512_add_pd(low, high));
-        law->total += law->sums[b];
-    }
-}
 
 /* A column in proportion to its weight, less what is taken off `ids` (NULL: nothing): never one whose weight is 0. */
 static int64_t draw(const Law *law, const int64_t *ids, const double *left_over, int64_t count, double noise) {
@@ -89,11 +44,7 @@ static int64_t draw(const Law *law, const int64_t *ids, const double *left_over,
     }
     if (block < 0) return 0;
     const int64_t first = block * BLOCK, end = first + BLOCK < law->columns ? first + BLOCK : law->columns;
-    for (int64_t c = first; c < end; c += 16) {
-        float each[16];
-        _mm512_storeu_ps(each, weights(law, c, real_columns(law->columns, c)));
-        for (int64_t i = 0; i < 16 && c + i < end; i++) inside[c + i - first] = each[i];
-    }
+    for (int64_t c = first; c < end; c++) inside[c - first] = law->weights[c];
     for (int64_t i = 0; i < count; i++)
         if (ids[i] >= first && ids[i] < end && left_over[i] >= 0.0) inside[ids[i] - first] = left_over[i];
     for (int64_t c = first; c < end; c++) {
@@ -114,7 +65,7 @@ static int64_t draw_residual(const Law *law, const Rejection *r, int64_t draft, 
     for (int64_t i = 0; i < r->width; i++) {
         left_over[i] = -1.0;
         if (!(probs[i] > 0.0f)) continue;
-        const double p = weight(law, ids[i]), left = p - (double)probs[i] * law->total;
+        const double p = law->weights[ids[i]], left = p - (double)probs[i] * law->total;
         left_over[i] = left > 0.0 ? left : 0.0;
         double *sum = law->sums + ids[i] / BLOCK;
         *sum = fmax(0.0, *sum - (p - left_over[i]));
@@ -125,34 +76,103 @@ static int64_t draw_residual(const Law *law, const Rejection *r, int64_t draft, 
     return draw(law, NULL, NULL, 0, noise);
 }
 
-static void judge(const Rejection *r, int64_t request, double *sums, double *left_over) {
-    const float scale = fminf(1e30f, 1.0f / r->temperatures[request]);
-    Law law = {.columns = r->columns, .blocks = (r->columns + BLOCK - 1) / BLOCK, .scale = scale, .sums = sums};
-    const int64_t count = r->num_draft[request];
+static int in_head(const Law *law, float weight) { return (float)(weight / law->total) >= HEAD_FLOOR; }
+
+/* The column of the first..end-1 with the largest log p + noise; `tail`: only of those that are not in the head. */
+static int64_t race_all(const Law *law, int64_t key, int64_t first, int64_t end, int tail) {
+    double best = -INFINITY;
+    int64_t winner = first;
+    for (int64_t c = first; c < end; c++) {
+        const float weight = law->weights[c];
+        if (!(weight > 0.0f) || (tail && in_head(law, weight))) continue;
+        const double score = log((float)(weight / law->total)) + keyed_gumbel(key, c);
+        if (score > best) best = score, winner = c;
+    }
+    return winner;
+}
+
+/* Mass of the columns first..end-1 that are not in the head, in parts of the law. */
+static double tail_mass(const Law *law, int64_t first, int64_t end) {
+    double mass = 0.0;
+    for (int64_t c = first; c < end; c++)
+        if (!in_head(law, law->weights[c])) mass += law->weights[c];
+    return mass / law->total;
+}
+
+/* The tail's winner: its blocks race for the row, then that block's tokens. */
+static int64_t race_tail(const Law *law, int64_t key, int64_t width) {
+    double best = -INFINITY;
+    int64_t winner = 0;
+    for (int64_t b = 0; b * width < law->columns; b++) {
+        const double score = log(tail_mass(law, b * width, (b + 1) * width)) + keyed_gumbel(key, BLOCK_ID - b);
+        if (score > best) best = score, winner = b;
+    }
+    return race_all(law, key, winner * width, (winner + 1) * width, 1);
+}
+
+/* What a key draws from a law, as `_race` of verifier/sampling.py: each token of the head by its own noise, the tail as one. */
+static int64_t race(const Law *law, int64_t key, int64_t tail_block) {
+    if (law->columns <= NARROW) return race_all(law, key, 0, law->columns, 0);
+    Mass tail = {_mm512_setzero_pd(), _mm512_setzero_pd()};
+    const __m512 about = _mm512_set1_ps((float)(HEAD_FLOOR * law->total * (1.0 - 1e-6)));
+    double best = -INFINITY;
+    int64_t winner = law->columns - 1;
+    for (int64_t c = 0; c < law->columns; c += 16) {
+        __m512 w = _mm512_loadu_ps(law->weights + c);
+        __mmask16 large = _mm512_cmp_ps_mask(w, about, _CMP_GE_OQ), head = 0;
+        for (; large; large &= large - 1) {
+            const int i = __builtin_ctz(large);
+            if (!in_head(law, law->weights[c + i])) continue;
+            head |= 1 << i;
+            const double score = log((float)(law->weights[c + i] / law->total)) + keyed_gumbel(key, c + i);
+            if (score > best) best = score, winner = c + i;
+        }
+        add_mass(&tail, _mm512_maskz_mov_ps((__mmask16)~head, w));
+    }
+    return log(all_mass(&tail) / law->total) + keyed_gumbel(key, TAIL_ID) > best ? race_tail(law, key, tail_block) : winner;
+}
+
+/* Accepts the draft of a row, or ends the request there with a token. */
+static int settles(const Rejection *r, int64_t request, int64_t k, const Law *law, double *left_over) {
+    const int64_t draft = r->first_draft[request] + k;
+    const int last = k == r->num_draft[request];
+    int64_t *token = r->tokens + request;
+    if (r->seeded[request]) {
+        *token = race(law, r->keys[r->first_row[request] + k], r->tail_block);
+        return last || *token != r->drafts[draft];
+    }
+    if (last) {
+        *token = draw(law, NULL, NULL, 0, r->draw_noise[request]);
+        return 1;
+    }
+    if (r->accept_noise[draft] * r->q_of_drafts[draft] < law->weights[r->drafts[draft]] / law->total) return 0;
+    *token = draw_residual(law, r, draft, r->draw_noise[request], left_over);
+    return 1;
+}
+
+static void judge(const Rejection *r, int64_t request, Law law, float *list, double *left_over) {
+    const int64_t top_k = r->top_k[request];
+    const double top_p = r->top_p[request], min_p = r->min_p[request];
     for (int64_t k = 0;; k++) {
-        const int64_t row = r->first_row[request] + k, draft = r->first_draft[request] + k;
-        law.logits = r->logits + row * r->columns;
-        r->tops[row] = law.top = largest(law.logits, r->columns);
-        r->accepted[request] = k, r->tokens[request] = 0;
-        if (!isfinite(law.top)) return;
-        read_law(&law);
-        if (k == count) {
-            r->tokens[request] = draw(&law, NULL, NULL, 0, r->draw_noise[request]);
-            return;
-        }
-        if (!(r->accept_noise[draft] * r->q_of_drafts[draft] < weight(&law, r->drafts[draft]) / law.total)) {
-            r->tokens[request] = draw_residual(&law, r, draft, r->draw_noise[request], left_over);
-            return;
-        }
+        const int64_t row = r->first_row[request] + k, first = row * r->columns;
+        const void *values = r->single ? (const void *)((const float *)r->logits + first) : (const bf16 *)r->logits + first;
+        const Logits logits = {values, r->single != 0};
+        const float top = largest(logits, r->columns);
+        r->tops[row] = top, r->accepted[request] = k, r->tokens[request] = 0;
+        if (!isfinite(top)) return;
+        read_law(&law, logits, top, fminf(1e30f, 1.0f / r->temperatures[request]));
+        if (top_k > 0 || top_p < 1.0 || min_p > 0.0) cut_law(&law, top_k, top_p, min_p, list);
+        if (settles(r, request, k, &law, left_over)) return;
     }
 }
 
 void dspark_reject(const Rejection *r) {
-    const int64_t blocks = (r->columns + BLOCK - 1) / BLOCK;
+    const int64_t blocks = (r->columns + BLOCK - 1) / BLOCK, stride = padded(r->columns);
     const int threads = (int)(r->threads < r->requests ? r->threads : r->requests);
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
     for (int64_t request = 0; request < r->requests; request++) {
         const int64_t thread = omp_get_thread_num();
-        judge(r, request, r->sums + thread * 2 * blocks, r->left_over + thread * r->width);
+        const Law law = {r->columns, blocks, r->weights + thread * stride, r->sums + thread * 2 * blocks, 0.0};
+        judge(r, request, law, r->list + thread * stride, r->left_over + thread * r->width);
     }
 }

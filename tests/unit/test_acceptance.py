@@ -11,10 +11,20 @@ import torch
 from scipy import stats
 
 from scheduler.wire import Extension, SamplingParams, Verdict
+from verifier import native_rejection
 from verifier.acceptance import judge
 from verifier.sampling import SamplingTable, draw, seeded_pick, transform
 
 GREEDY, SAMPLED, SEEDED = SamplingParams(temperature=0), SamplingParams(), SamplingParams(seed=11)
+
+both_ways = pytest.mark.parametrize("judged_by", ["torch", "native"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def judged_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's operators, which every machine has, unless a test asks for the native call where it runs."""
+    if getattr(request, "param", "torch") == "torch":
+        monkeypatch.setattr(native_rejection, "usable", lambda logits: False)
 
 
 def extension(
@@ -176,6 +186,7 @@ def test_drafts_from_outside_the_nucleus_are_rejected_without_bending_the_law() 
     assert fit(pair.first_two(SamplingParams(top_p=0.6), 16_000, 2), law[0][:, None] * law) > 1e-3
 
 
+@both_ways
 def test_bfloat16_logits_at_rounding_edges_do_not_bias_the_law() -> None:
     pair = MarkovPair(6, seed=5, num_candidates=5, dtype=torch.bfloat16)
     edges = (pair.target.float() * (1 + 2.0**-8)).bfloat16()  # half an ulp away from where they were
@@ -221,6 +232,7 @@ def test_accepted_counts_are_distributed_as_the_slow_twin_s() -> None:
     assert fit(twin, reach * np.append(1 - rate, 1)) > 1e-3
 
 
+@both_ways
 def test_certain_drafts_without_q_keep_the_law_and_are_never_their_own_replacement() -> None:
     logits = torch.randn(1, 8, generator=generator(2))
     made = [extension(SAMPLED, [3])] * 30_000
@@ -271,6 +283,7 @@ def test_a_wide_vocabulary_follows_the_law_too() -> None:
     assert len(bonus) > 1000 and fit(np.bincount(bonus, minlength=width), law) > 1e-3
 
 
+@both_ways
 def test_no_residual_mass_falls_back_to_the_target() -> None:
     """A q that lies above p everywhere leaves nothing to draw a replacement from."""
     logits = torch.tensor([[0.0, 1.0, 2.0]])
@@ -282,6 +295,7 @@ def test_no_residual_mass_falls_back_to_the_target() -> None:
     assert fit(np.bincount(replaced, minlength=3), law_of(logits, SAMPLED)[0]) > 1e-3
 
 
+@both_ways
 def test_padding_of_q_has_no_mass_whatever_it_says() -> None:
     logits = torch.tensor([[3.0, 0.0]]).repeat(2, 1)
     padded = extension(SAMPLED, [0], q_ids=np.array([[0, -1]]), q_probs=np.array([[1.0, 9.0]], dtype=np.float32))
@@ -291,6 +305,7 @@ def test_padding_of_q_has_no_mass_whatever_it_says() -> None:
         assert answers[0] == answers[1]
 
 
+@both_ways
 def test_a_q_that_is_not_finite_is_set_aside_and_the_law_kept() -> None:
     logits = torch.randn(1, 4, generator=generator(1))
     broken = np.array([[0.5, np.nan, 0.5, 0.0]], dtype=np.float32)
@@ -310,6 +325,7 @@ def target_tokens(logits: torch.Tensor, params: SamplingParams) -> list[int]:
     return seeded_pick(logits, table, torch.arange(len(logits))).tolist()
 
 
+@both_ways
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("width", [50, 1024])
 def test_an_oracle_is_always_accepted_and_an_adversary_never(params: SamplingParams, width: int) -> None:
@@ -322,6 +338,7 @@ def test_an_oracle_is_always_accepted_and_an_adversary_never(params: SamplingPar
     assert judge(logits=logits, extensions=[extension(params, late)]) == [Verdict("r", 4, tuple(wanted[:5]))]
 
 
+@both_ways
 def test_a_sampled_draft_of_the_target_s_own_law_is_always_accepted() -> None:
     logits = torch.randn(8, 50, generator=generator(7))
     q_probs, q_ids = (
@@ -335,6 +352,7 @@ def test_a_sampled_draft_of_the_target_s_own_law_is_always_accepted() -> None:
         assert verdict.num_accepted == 7 and verdict.token_ids[:7] == tuple(drafts)
 
 
+@both_ways
 def test_a_sampled_draft_outside_the_target_s_support_is_never_accepted() -> None:
     logits = torch.tensor([[5.0, 4.0, 0.0, 0.0]]).repeat(2, 1)
     for seed in range(50):
@@ -350,6 +368,7 @@ def test_greedy_takes_the_lowest_id_among_equal_logits() -> None:
     assert judge(logits=logits, extensions=[extension(GREEDY, [300])]) == [Verdict("r", 1, (300, 300))]
 
 
+@both_ways
 def test_a_tiny_top_p_at_any_temperature_is_greedy() -> None:
     logits = torch.randn(3, 40, generator=generator(9))
     wanted = tuple(logits.argmax(-1).tolist())
@@ -363,6 +382,7 @@ def test_a_tiny_top_p_at_any_temperature_is_greedy() -> None:
 # --- mixed batches
 
 
+@both_ways
 @pytest.mark.parametrize("width", [30, 1024])
 def test_a_mixed_batch_gives_each_request_what_it_gets_alone(width: int) -> None:
     rng = np.random.default_rng(1)
@@ -413,6 +433,7 @@ def decode(
     return text[:length]
 
 
+@both_ways
 @pytest.mark.parametrize("width", [20, 1024])
 @pytest.mark.parametrize("params", [SEEDED, SamplingParams(temperature=1.7, top_p=0.9, seed=-8)], ids=brief)
 def test_a_seeded_text_is_the_same_with_any_drafts_and_in_any_batch(width: int, params: SamplingParams) -> None:
@@ -442,6 +463,7 @@ def test_a_seeded_text_is_the_same_with_any_drafts_and_in_any_batch(width: int, 
 # --- min_tokens
 
 
+@both_ways
 def test_stop_ids_cannot_appear_before_min_tokens_and_only_there() -> None:
     logits = torch.tensor([[0.0, 1.0, 9.0, 0.5]]).repeat(4, 1)
     before = logits.clone()
@@ -455,6 +477,7 @@ def test_stop_ids_cannot_appear_before_min_tokens_and_only_there() -> None:
     assert torch.equal(logits, before)
 
 
+@both_ways
 def test_min_tokens_of_one_request_leave_its_neighbours_alone() -> None:
     logits = torch.tensor([[0.0, 1.0, 9.0]]).repeat(3, 1)
     held = replace(SAMPLED, min_tokens=1, stop_ids=(2,))
@@ -468,6 +491,7 @@ def test_min_tokens_of_one_request_leave_its_neighbours_alone() -> None:
 # --- faults
 
 
+@both_ways
 @pytest.mark.parametrize("params", [GREEDY, SEEDED, SAMPLED, SamplingParams(top_p=0.5), SamplingParams(top_k=4)])
 @pytest.mark.parametrize("fault", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("width", [16, 1024])
@@ -486,6 +510,7 @@ def test_a_row_without_a_law_ends_its_own_request_and_no_other(
     assert (found[1].num_accepted, found[1].token_ids) == (0, ())
 
 
+@both_ways
 @pytest.mark.parametrize("params", [GREEDY, SEEDED, SAMPLED, replace(GREEDY, num_logprobs=1)])
 @pytest.mark.parametrize("lawless", [1, 2, 3])
 def test_drafts_accepted_before_a_row_without_a_law_stand_as_they_would_without_drafts(
@@ -502,6 +527,7 @@ def test_drafts_accepted_before_a_row_without_a_law_stand_as_they_would_without_
     assert verdict.logprobs is None or len(verdict.logprobs) == lawless
 
 
+@both_ways
 def test_a_row_without_a_law_behind_a_rejected_draft_is_nobodys_business() -> None:
     logits = torch.zeros(3, 8)
     logits[:, 2] = 9.0
@@ -509,6 +535,7 @@ def test_a_row_without_a_law_behind_a_rejected_draft_is_nobodys_business() -> No
     assert judge(logits=logits, extensions=[extension(GREEDY, [1, 2])])[0].token_ids == (2,)
 
 
+@both_ways
 def test_drafts_that_cannot_be_are_refused() -> None:
     logits = torch.zeros(2, 4)
     with pytest.raises(ValueError, match=r"num_draft \+ 1 rows per extension: 3; got 2"):

@@ -12,14 +12,20 @@ from scipy import stats
 from scheduler.wire import Extension, SamplingParams
 from verifier import native_rejection
 from verifier.acceptance import judge
+from verifier.sampling import SamplingTable, transform
 
 pytestmark = pytest.mark.skipif(
     not native_rejection.usable(torch.zeros(1, 1, dtype=torch.bfloat16)), reason="no compiler, or no AVX512-BF16"
 )
 
 
-def law_of(logits: torch.Tensor, temperature: float) -> np.ndarray:
-    return (logits.double() / temperature).softmax(-1).numpy()
+def table_of(count: int, temperature: float = 1.0, **cuts: float) -> SamplingTable:
+    return SamplingTable.build([SamplingParams(temperature=temperature, **cuts)] * count, "cpu")
+
+
+def law_of(logits: torch.Tensor, temperature: float, **cuts: float) -> np.ndarray:
+    params = SamplingParams(temperature=temperature, **cuts)
+    return transform(logits.double(), SamplingTable.build([params] * len(logits), "cpu")).numpy()
 
 
 def some_q(rng: np.random.Generator, num_columns: int, width: int, draft: int) -> tuple[np.ndarray, np.ndarray]:
@@ -43,8 +49,16 @@ def residual_of(p: np.ndarray, ids: np.ndarray, probs: np.ndarray) -> np.ndarray
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize(("num_columns", "width"), [(7, 3), (16, 16), (500, 64), (1025, 8), (49_152, 64), (6000, 6000)])
-@pytest.mark.parametrize("temperature", [0.05, 1.0, 4.0])
-def test_every_decision_is_that_of_the_twin(num_columns: int, width: int, temperature: float, num_threads: int) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "cuts"),
+    [
+        (0.05, {}), (1.0, {}), (4.0, {}), (1.0, {"top_p": 0.9}), (4.0, {"top_k": 5}), (2.0, {"min_p": 0.1}),
+        (4.0, {"top_k": 40, "top_p": 0.8, "min_p": 0.02}),
+    ],
+)  # fmt: skip
+def test_every_decision_is_that_of_the_twin(
+    num_columns: int, width: int, temperature: float, cuts: dict[str, float], num_threads: int
+) -> None:
     rng = np.random.default_rng(num_columns + width)
     num_draft = np.array([0, 1, 3, 7, 2, 0, 5])
     first_draft = np.cumsum(num_draft) - num_draft
@@ -52,7 +66,7 @@ def test_every_decision_is_that_of_the_twin(num_columns: int, width: int, temper
     first_row = np.cumsum(num_draft + 2) - num_draft - 1
     num_rows, num_drafts = int(first_row[-1] + num_draft[-1] + 2), int(num_draft.sum())
     logits = torch.from_numpy(rng.normal(size=(num_rows, num_columns)) * 3).to(torch.bfloat16)
-    laws = law_of(logits, temperature)
+    laws = law_of(logits, temperature, **cuts)
     owner = np.repeat(np.arange(len(num_draft)), num_draft)
     rows = first_row[owner] + np.arange(num_drafts) - first_draft[owner]
     # likely tokens, so that some are accepted
@@ -68,13 +82,13 @@ def test_every_decision_is_that_of_the_twin(num_columns: int, width: int, temper
     try:
         accepted, tokens, tops = native_rejection.reject(
             logits, first_row=first_row, num_draft=num_draft, first_draft=first_draft, drafts=drafts,
-            temperatures=np.full(len(num_draft), temperature), q_ids=q_ids, q_probs=q_probs, q_of_drafts=q_of_drafts,
-            generator=torch.Generator().manual_seed(3),
+            table=table_of(len(num_draft), temperature, **cuts), output_index=num_draft, q_ids=q_ids,
+            q_probs=q_probs, q_of_drafts=q_of_drafts, generator=torch.Generator().manual_seed(3),
         )  # fmt: skip
     finally:
         torch.set_num_threads(threads_before)
     passed = [float(noise[d]) * q_of_drafts[d] < laws[rows[d], drafts[d]] for d in range(num_drafts)]
-    assert (any(passed) and not all(passed)) or temperature != 1.0 or num_columns > 5000
+    assert (any(passed) and not all(passed)) or temperature != 1.0 or cuts or num_columns > 5000
     for i, count in enumerate(num_draft):
         mine = passed[first_draft[i] : first_draft[i] + count]
         expected = mine.index(False) if False in mine else count
@@ -94,7 +108,7 @@ def call(logits: torch.Tensor, q_probs: list[float], seed: int = 0) -> tuple[int
     """One request with one draft, token 0, of which q has mass on the first columns."""
     accepted, tokens, tops = native_rejection.reject(
         logits.to(torch.bfloat16), first_row=np.array([0]), num_draft=np.array([1]), first_draft=np.array([0]),
-        drafts=np.array([0]), temperatures=np.array([1.0]), q_ids=np.arange(len(q_probs))[None],
+        drafts=np.array([0]), table=table_of(1), output_index=np.array([0]), q_ids=np.arange(len(q_probs))[None],
         q_probs=np.array([q_probs], dtype=np.float32), q_of_drafts=np.array([q_probs[0]], dtype=np.float64),
         generator=torch.Generator().manual_seed(seed),
     )  # fmt: skip

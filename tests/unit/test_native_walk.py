@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from drafter.native_walk import NativeWalk
 from drafter.propose import Proposal, choose_candidates, propose
 from scheduler.wire import SamplingParams
 from verifier import native
-from verifier.sampling import SamplingTable, transform
+from verifier.sampling import SamplingTable, draw, transform
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="no compiler, or no AVX512-BF16")
 
@@ -148,7 +149,12 @@ def test_every_token_is_drawn_from_the_law_that_is_sent_and_that_is_torchs(
     torch.set_num_threads(num_threads)
     try:
         tokens, embeddings, law_ids, law = NativeWalk(MarkovHead(checkpoint), vocabulary).sampled(
-            base, anchors, table_of(temperatures), keep, torch.Generator().manual_seed(5)
+            base,
+            anchors,
+            table_of(temperatures),
+            keep,
+            torch.zeros_like(base[..., 0]).long(),
+            torch.Generator().manual_seed(5),
         )
     finally:
         torch.set_num_threads(threads_before)
@@ -183,7 +189,9 @@ def test_truncated_laws_are_torchs(golden: Path, temperature: float, top_k: int,
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     table = SamplingTable.build([params] * 4, torch.device("cpu"))
     walk = NativeWalk(MarkovHead(checkpoint), checkpoint.draft_vocab_ids)
-    tokens, _, law_ids, law = walk.sampled(base, anchors, table, 40, torch.Generator().manual_seed(4))
+    tokens, _, law_ids, law = walk.sampled(
+        base, anchors, table, 40, torch.zeros(4, 1).long(), torch.Generator().manual_seed(4)
+    )
     logits = corrected(checkpoint, base[:, 0], anchors)
     assert checkpoint.draft_vocab_ids is not None
     kept = torch.searchsorted(checkpoint.draft_vocab_ids, law_ids[:, 0])
@@ -197,7 +205,8 @@ def test_sampled_tokens_come_as_often_as_their_law_says(golden: Path) -> None:
     walk = NativeWalk(MarkovHead(checkpoint), checkpoint.draft_vocab_ids)
     base = torch.randn(1, 1, 200, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16).expand(4000, 1, 200)
     anchors = torch.full((4000,), 7)
-    tokens, _, law_ids, law = walk.sampled(base, anchors, table_of([1.0] * 4000), 12, torch.Generator().manual_seed(1))
+    table, positions = table_of([1.0] * 4000), torch.zeros(4000, 1).long()
+    tokens, _, law_ids, law = walk.sampled(base, anchors, table, 12, positions, torch.Generator().manual_seed(1))
     counts = (tokens == law_ids[0, 0]).sum(0).double()
     expected = 4000 * law[0, 0].double()
     assert counts.sum() == 4000
@@ -211,7 +220,8 @@ def test_logits_without_a_law_give_one_that_is_no_number_as_torch_does(golden: P
     walk = NativeWalk(MarkovHead(checkpoint), checkpoint.draft_vocab_ids)
     base = torch.randn(3, 2, 100, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     base[1, 1] = bad
-    tokens, _, law_ids, law = walk.sampled(base, torch.tensor([1, 2, 3]), table_of([1.0, 1.0, 0.0]), 9, None)
+    anchors, positions = torch.tensor([1, 2, 3]), torch.zeros(3, 2).long()
+    tokens, _, law_ids, law = walk.sampled(base, anchors, table_of([1.0, 1.0, 0.0]), 9, positions, None)
     assert checkpoint.draft_vocab_ids is not None and torch.isin(tokens, checkpoint.draft_vocab_ids).all()
     assert law[1, 1].isnan().all() and law_ids[1, 1].unique().numel() == 9
     law[1, 1] = 1 / 9
@@ -223,22 +233,60 @@ def test_logits_without_a_law_give_one_that_is_no_number_as_torch_does(golden: P
     [
         ([SamplingParams(temperature=0.0)] * 2, True),
         ([SamplingParams(temperature=0.0), SamplingParams(temperature=0.7)], True),
-        ([SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, seed=3)], False),
+        ([SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, seed=3)], True),
         ([SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)], True),
         ([SamplingParams(temperature=0.0, seed=3), SamplingParams(temperature=0.0, top_p=0.9)], True),
     ],
 )
-def test_seeds_and_laws_over_whole_vocabularies_are_left_to_torch(
-    params: list[SamplingParams], native_draws: bool
-) -> None:
+def test_laws_over_whole_vocabularies_are_left_to_torch(params: list[SamplingParams], native_draws: bool) -> None:
     table = SamplingTable.build(params, torch.device("cpu"))
     assert NativeWalk.draws(table, 6000, 64) is native_draws
     assert NativeWalk.draws(table, 6000, 0) is table.all_greedy, "a law over the whole vocabulary is torch's"
     assert not NativeWalk.draws(table, 49_152, 64), "only the best of a large vocabulary are scored"
 
 
-def test_wide_laws_are_cut_by_torch_which_sorts_them_faster() -> None:
-    plain, cut = (
-        SamplingTable.build([SamplingParams(temperature=1.0, top_p=p)], torch.device("cpu")) for p in (1.0, 0.9)
+def test_wide_laws_are_cut_and_raced_by_torch_which_does_it_faster() -> None:
+    plain, cut, seeded = (
+        SamplingTable.build([SamplingParams(temperature=1.0, **more)], torch.device("cpu"))
+        for more in ({}, {"top_p": 0.9}, {"seed": 3})
     )
-    assert NativeWalk.draws(plain, 16_384, 16_383) and not NativeWalk.draws(cut, 16_384, 16_383)
+    assert NativeWalk.draws(plain, 16_384, 16_383)
+    assert not NativeWalk.draws(cut, 16_384, 16_383) and not NativeWalk.draws(seeded, 16_384, 16_383)
+
+
+SEEDED = [
+    SamplingParams(temperature=t, seed=s, **more)
+    for s, t in enumerate((0.2, 0.7, 1.0, 2.0))
+    for more in ({}, {"top_p": 0.8}, {"top_k": 1}, {"top_k": 9, "min_p": 0.05})
+]
+
+
+def test_seeded_tokens_are_those_that_torch_picks_by_the_same_noise(golden: Path) -> None:
+    """Also beside others, who draw the same with them and without them."""
+    checkpoint = with_vocabulary(golden, 900, reduced=True, full_w1=False)
+    generator = torch.Generator().manual_seed(6)
+    base = torch.randn(2 * len(SEEDED), 7, 900, generator=generator).mul_(3).round_().to(torch.bfloat16)
+    anchors = torch.randint(TARGET_IDS, (len(base),), generator=generator)
+    positions = torch.randint(0, 3000, (len(base), 1), generator=generator) + torch.arange(7)
+    walk = NativeWalk(MarkovHead(checkpoint), checkpoint.draft_vocab_ids)
+    others = [SamplingParams(temperature=(0.0, 1.0)[i % 2]) for i in range(len(SEEDED))]
+    mixed = SamplingTable.build([*SEEDED, *others], torch.device("cpu"))
+    drawn = [
+        walk.sampled(base, anchors, mixed, 64, at, torch.Generator().manual_seed(2))
+        for at in (positions, positions + 9)
+    ]
+    tokens = drawn[0][0]
+    assert torch.equal(tokens[len(SEEDED) :], drawn[1][0][len(SEEDED) :])
+    alone = walk.sampled(base[:1], anchors[:1], mixed.take(np.array([0])), 64, positions[:1], None)
+    assert torch.equal(alone[0], tokens[:1])
+    num_moved = 0
+    for i, params in enumerate(SEEDED):
+        before = torch.cat((anchors[i : i + 1], tokens[i, :-1]))
+        logits = torch.cat([corrected(checkpoint, base[i : i + 1, k], before[k : k + 1]) for k in range(7)])
+        ids = drawn[0][2][i]
+        columns = torch.searchsorted(checkpoint.draft_vocab_ids, ids)
+        table = SamplingTable.build([params] * 7, torch.device("cpu"))
+        expected, _ = draw(logits.gather(1, columns), ids, table, positions[i], None)
+        assert torch.equal(tokens[i], expected), params
+        num_moved += int((tokens[i] != drawn[1][0][i]).sum())
+    assert num_moved > 20, "the position takes part"
