@@ -18,6 +18,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from scheduler import kernels
 from scheduler.errors import SettingsError
 
 Seconds = npt.NDArray[np.float64]
@@ -93,9 +94,12 @@ def admit(
         return threshold(confidence=confidence, caps=caps, least=planner.value)
     if step_seconds is None:
         return caps.copy()
+    known = outlook[: len(step_seconds) - 1] if planner.rule is Rule.AUTO and outlook is not None else None
+    if kernels.load() is not None and len(step_seconds) > 1:
+        return _natively(confidence, caps, known, num_sampling, step_seconds)
     survival = survivals(confidence=confidence, caps=caps)
-    if planner.rule is Rule.AUTO and outlook is not None:
-        return auto(survival=survival, outlook=outlook, num_sampling=num_sampling, step_seconds=step_seconds)
+    if known is not None:
+        return auto(survival=survival, outlook=known, num_sampling=num_sampling, step_seconds=step_seconds)
     return algorithm1(survival=survival, num_sampling=num_sampling, step_seconds=step_seconds)
 
 
@@ -137,6 +141,33 @@ def auto(*, survival: Probabilities, outlook: Probabilities, num_sampling: float
     price = least_survivals(outlook=known, num_sampling=num_sampling, step_seconds=step_seconds)
     falls_short = ranked < price[: len(ranked)]
     return _first(candidates, ranked, int(falls_short.argmax()) if falls_short.any() else len(ranked))
+
+
+def _natively(
+    confidence: Probabilities, caps: Lengths, outlook: Probabilities | None, num_sampling: float, step_seconds: Seconds
+) -> Lengths:
+    """`survivals`, then `auto` or, without an outlook, `algorithm1`, by planning.c. step_seconds: [> 1]."""
+    native = kernels.load()
+    assert native is not None
+    lengths = np.empty(len(caps), dtype=np.int64)
+    drafts = kernels.doubles(confidence), kernels.integers(caps), *confidence.shape
+    if outlook is None:
+        native.dspark_algorithm1(*drafts, kernels.doubles(step_seconds), num_sampling, kernels.integers(lengths))
+        return lengths
+    stops, _ = _stops(len(outlook))
+    native.dspark_auto(
+        *drafts,
+        kernels.doubles(outlook),
+        len(outlook),
+        kernels.doubles(step_seconds),
+        num_sampling,
+        kernels.integers(stops),
+        len(stops),
+        _LEAST_OUTLOOK,
+        _NEARLY,
+        kernels.integers(lengths),
+    )
+    return lengths
 
 
 def least_survivals(*, outlook: Probabilities, num_sampling: float, step_seconds: Seconds) -> Probabilities:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.admit import Lengths, Probabilities, survivals
+from scheduler.admit import Lengths, Probabilities
 from scheduler.drift import ConfidenceDrift, DriftRow
 from scheduler.estimates import AcceptanceEstimates, Spread
 from scheduler.outlook import Outlook
@@ -31,6 +31,13 @@ class Judgement:
     filled: Probabilities
     believed: Probabilities
     usual: Probabilities
+
+    @property
+    def heard(self) -> Probabilities:
+        """What is believed where the drafter spoke, NaN elsewhere."""
+        if self.filled is self.stated:
+            return self.believed
+        return np.where(np.isnan(self.stated), np.nan, self.believed)
 
 
 class Belief:
@@ -57,11 +64,10 @@ class Belief:
 
     def usual(self, slots: Indices, caps: Lengths) -> Probabilities:
         """[R, width] survivals to expect of a draft of each, by past rounds alone; 0 from caps on."""
-        return survivals(confidence=self._estimates.rates(slots), caps=caps)
+        return self._estimates.expected(slots, caps)[1]
 
     def judge(self, slots: Indices, groups: Indices, caps: Lengths, stated: Probabilities) -> Judgement:
-        rates = self._estimates.rates(slots)
-        usual = survivals(confidence=rates, caps=caps)
+        rates, usual = self._estimates.expected(slots, caps)
         stated = np.minimum(np.maximum(stated, 0.0), 1.0)
         believed = self._drift.correct(stated, groups)
         unsaid = np.isnan(stated)
@@ -94,7 +100,7 @@ class Belief:
             num_drafted=num_drafted,
             num_verified=num_verified,
             num_accepted=num_accepted,
-            confidence=np.where(np.isnan(judgement.stated), np.nan, judgement.believed),
+            confidence=judgement.heard,
         )
         self._drift.observe(
             groups=judgement.groups,

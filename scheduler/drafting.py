@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from scheduler import kernels
 from scheduler.admit import Planner, Probabilities, Rule, Seconds, admit, survivals
 from scheduler.belief import Belief, Judgement
 from scheduler.drift import DriftRow, class_index
@@ -53,6 +54,7 @@ class Drafting:
         self._kept: tuple[list[int], Choice, int] | None = None
         self._promised = 0.0
         self._standby = Standby()
+        kernels.load()  # it may have to be compiled, and not in the first step
         if info is not None:
             self.connect(info)
 

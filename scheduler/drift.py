@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from scheduler import kernels
 from scheduler.admit import Lengths, Probabilities
 
 TEXT_CLASSES = ("", "code", "math", "chat")
@@ -46,13 +47,20 @@ class ConfidenceDrift:
     def __init__(self, width: int) -> None:
         num_groups = 2 * len(TEXT_CLASSES)
         self._shift = np.zeros((num_groups, width))
+        self._odds = np.ones((num_groups, width))  # exp(shift)
         # trials, accepted, stated, believed
         self._sums = np.zeros((4, num_groups, width))
+        self._state = *(kernels.doubles(each) for each in (self._sums, self._shift, self._odds)), num_groups, width
 
     def correct(self, confidence: Probabilities, groups: npt.NDArray[np.int64]) -> Probabilities:
         """[R, W] confidences with the shifts of their groups [R]; NaN stays NaN."""
+        if (native := kernels.load()) is not None and confidence.size and confidence.shape[1] == self._odds.shape[1]:
+            corrected = np.empty(confidence.shape)
+            told = kernels.doubles(confidence), kernels.doubles(self._odds), kernels.integers(groups)
+            native.dspark_correct(*told, *confidence.shape, _EPS, kernels.doubles(corrected))
+            return corrected
         clipped = np.minimum(np.maximum(confidence, _EPS), 1.0 - _EPS)
-        odds = clipped / (1.0 - clipped) * np.exp(self._shift[groups, : confidence.shape[1]])
+        odds = clipped / (1.0 - clipped) * self._odds[groups, : confidence.shape[1]]
         certain = (confidence <= 0.0) | (confidence >= 1.0)
         corrected = odds / (1.0 + odds)
         return np.where(certain, confidence, corrected) if certain.any() else corrected
@@ -67,6 +75,20 @@ class ConfidenceDrift:
         num_accepted: Lengths,
     ) -> None:
         """Rounds of one step, all [R] and [R, W]: what was stated and believed of each draft, and how far it got."""
+        if (native := kernels.load()) is not None and stated.size:
+            native.dspark_drift(
+                *self._state,
+                kernels.integers(groups),
+                len(groups),
+                kernels.integers(num_verified),
+                kernels.integers(num_accepted),
+                kernels.doubles(stated),
+                kernels.doubles(believed),
+                _RATE,
+                _FULL_STEP,
+                _MOST,
+            )
+            return
         position = np.arange(stated.shape[1])
         tried = (position < num_verified[:, None]) & (position <= num_accepted[:, None]) & ~np.isnan(stated)
         if not tried.any():
@@ -80,7 +102,8 @@ class ConfidenceDrift:
         self._sums += more
         trials, accepted, _, expected = more
         step = _RATE * (accepted - expected) / np.maximum(1.0, trials / _FULL_STEP)
-        self._shift = np.minimum(np.maximum(self._shift + step, -_MOST), _MOST)
+        self._shift[:] = np.minimum(np.maximum(self._shift + step, -_MOST), _MOST)
+        np.exp(self._shift, out=self._odds)
 
     def report(self) -> tuple[DriftRow, ...]:
         """One row per text class that has been seen."""

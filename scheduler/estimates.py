@@ -12,7 +12,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.admit import Lengths, Probabilities
+from scheduler import kernels
+from scheduler.admit import Lengths, Probabilities, survivals
 from scheduler.drift import TEXT_CLASSES, one_hot
 
 _PRIOR_TRIALS = 4.0
@@ -35,7 +36,9 @@ class AcceptanceEstimates:
         self._counts = np.zeros((2, num_slots, width))
         # of each text class, and last of everyone
         self._shared = np.zeros((2, len(TEXT_CLASSES) + 1, width))
+        self._sizes = self._shared.shape[1], num_slots, width
         self._class_of = np.zeros(num_slots, dtype=np.int64)
+        self._state = kernels.doubles(self._shared), kernels.doubles(self._counts), kernels.integers(self._class_of)
 
     def reset(self, slot: int, text_class: int = 0) -> None:
         """The slot has a new owner, of that index in TEXT_CLASSES."""
@@ -54,6 +57,25 @@ class AcceptanceEstimates:
         trials, hits = self._counts[:, slots]
         return (hits + _PRIOR_TRIALS * alike[self._class_of[slots]]) / (trials + _PRIOR_TRIALS)
 
+    def expected(self, slots: npt.NDArray[np.int64], caps: Lengths) -> tuple[Probabilities, Probabilities]:
+        """Rates, and the survivals of them, 0 from caps on; [R, width] both."""
+        if (native := kernels.load()) is None or not len(slots):
+            rates = self.rates(slots)
+            return rates, survivals(confidence=rates, caps=caps)
+        rates, usual = np.empty((len(slots), self.width)), np.empty((len(slots), self.width))
+        native.dspark_rates(
+            *self._state,
+            *self._sizes,
+            _PRIOR_TRIALS,
+            _CLASS_PRIOR_TRIALS,
+            kernels.integers(slots),
+            kernels.integers(caps),
+            len(slots),
+            kernels.doubles(rates),
+            kernels.doubles(usual),
+        )
+        return rates, usual
+
     def observe(
         self,
         *,
@@ -68,6 +90,18 @@ class AcceptanceEstimates:
         A drafted token that was not verified although its predecessors were accepted counts with its confidence; leaving it
         out would keep only the positions that looked good.
         """
+        if (native := kernels.load()) is not None and len(slots):
+            native.dspark_learn(
+                *self._state,
+                *self._sizes,
+                _ROUND_DECAY / _STEP_DECAY,
+                _SHARED_MEMORY,
+                kernels.integers(slots),
+                len(slots),
+                *(kernels.integers(each) for each in (num_drafted, num_verified, num_accepted)),
+                kernels.doubles(confidence),
+            )
+            return
         position = np.arange(self.width)
         verified = position < num_verified[:, None]
         seen = verified | ((position < num_drafted[:, None]) & ~np.isnan(confidence))
@@ -80,7 +114,7 @@ class AcceptanceEstimates:
         belongs = np.ones((len(self._shared[0]), len(slots)))
         belongs[:-1] = one_hot(self._class_of[slots], len(TEXT_CLASSES))
         more = belongs @ new
-        self._shared = self._shared * (1.0 - 1.0 / _SHARED_MEMORY) ** more[0] + more
+        self._shared[:] = self._shared * (1.0 - 1.0 / _SHARED_MEMORY) ** more[0] + more
 
 
 class Spread:
@@ -94,6 +128,7 @@ class Spread:
     def __init__(self, width: int) -> None:
         self._resolved = np.zeros(width)
         self._open = np.ones(width)
+        self._state = kernels.doubles(self._resolved), kernels.doubles(self._open), width
 
     @property
     def share(self) -> Probabilities:
@@ -102,7 +137,11 @@ class Spread:
 
     def observe(self, *, usual: Probabilities, survival: Probabilities, caps: Lengths) -> None:
         """[R, width] survivals that were expected, and as they turned out; drafts end at caps."""
+        if (native := kernels.load()) is not None and len(caps):
+            told = kernels.doubles(usual), kernels.doubles(survival), kernels.integers(caps)
+            native.dspark_spread(*self._state, *told, len(caps), _SPREAD_MEMORY, _UNCERTAIN)
+            return
         counts = (np.arange(usual.shape[1]) < caps[:, None]) & (np.abs(usual - 0.5) < 0.5 - _UNCERTAIN)
         keep = (1.0 - 1.0 / _SPREAD_MEMORY) ** counts.sum(axis=0)
-        self._resolved = self._resolved * keep + np.where(counts, (survival - usual) ** 2, 0.0).sum(axis=0)
-        self._open = self._open * keep + np.where(counts, usual * (1.0 - usual), 0.0).sum(axis=0)
+        self._resolved[:] = self._resolved * keep + np.where(counts, (survival - usual) ** 2, 0.0).sum(axis=0)
+        self._open[:] = self._open * keep + np.where(counts, usual * (1.0 - usual), 0.0).sum(axis=0)

@@ -12,6 +12,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from scheduler import kernels
 from scheduler.admit import Lengths, Probabilities, Seconds
 
 # More requests than this are weighed in as many groups of neighbours in the ranking.
@@ -28,6 +29,50 @@ class Prices:
     verify_seconds: Seconds
     draft_seconds: Seconds
     looks_ahead: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BestDraft:
+    """ranking: [R] candidates, the most promising first; the first `count` of them draft `width` tokens. rate, plain_rate:
+    tokens per second with that, and when nobody drafts."""
+
+    ranking: Lengths
+    count: int
+    width: int
+    rate: float
+    plain_rate: float
+
+
+def best_draft(survival: Probabilities, spread: Probabilities | None, prices: Prices, widths: Lengths) -> BestDraft:
+    """See Forecast. survival: [R, W]; widths: what may be drafted."""
+    native = kernels.load()
+    if native is None:
+        forecast = Forecast(survival, spread, prices)
+        return BestDraft(forecast.ranking, *forecast.best(widths), forecast.plain_rate)
+    edges, _, coarse = _groups(len(survival))
+    verify, draft = np.ascontiguousarray(prices.verify_seconds), np.ascontiguousarray(prices.draft_seconds)
+    ranking, best, rates = np.empty(len(survival), dtype=np.int64), np.empty(2, dtype=np.int64), np.empty(2)
+    native.dspark_forecast(
+        kernels.doubles(survival),
+        *survival.shape,
+        None if spread is None or not spread.any() else kernels.doubles(spread),
+        kernels.doubles(verify),
+        len(verify),
+        kernels.doubles(draft),
+        draft.shape[1],
+        prices.num_sampling,
+        prices.looks_ahead,
+        kernels.integers(edges),
+        len(edges) - 1,
+        kernels.integers(coarse),
+        len(coarse),
+        kernels.integers(widths),
+        len(widths),
+        kernels.integers(ranking),
+        kernels.integers(best),
+        kernels.doubles(rates),
+    )
+    return BestDraft(ranking, int(best[0]), int(best[1]), float(rates[0]), float(rates[1]))
 
 
 class Forecast:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.admit import Probabilities
-from scheduler.forecast import Forecast, Prices
+from scheduler.forecast import Prices, best_draft
 from scheduler.trust import Trust
 
 PROBE_SHARE = 0.002
@@ -73,14 +73,13 @@ class DraftGate:
 
         idle_steps: [R] steps since each drafted.
         """
-        forecast = Forecast(survival, spread, prices)
-        count, width, rate = forecast.best(self._widths)
-        self.margin = self.trust.factor * rate / forecast.plain_rate
+        best = best_draft(survival, spread, prices, self._widths)
+        self.margin = self.trust.factor * best.rate / best.plain_rate
         self._open = self.margin > (_STAYS_OPEN if self._open else _OPENS)
         if self._open:
-            choice = Choice(np.sort(forecast.ranking[:count]), width, promised=rate)
+            choice = Choice(np.sort(best.ranking[: best.count]), best.width, promised=best.rate)
         else:
-            choice = Choice(forecast.ranking[:0], 0, shut=True)
+            choice = Choice(best.ranking[:0], 0, shut=True)
         if step >= self.next_probe:
             choice = self._with_probe(choice, step, survival, idle_steps, prices)
         return choice

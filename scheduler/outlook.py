@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from scheduler import kernels
 from scheduler.admit import Lengths, Probabilities
 
 LAG = 2
@@ -26,6 +27,7 @@ class Outlook:
         self.width = width
         self._rows = np.zeros((num_slots, _DEPTH, width), dtype=np.float32)
         self._steps = np.full((num_slots, _DEPTH), _NEVER, dtype=np.int64)
+        self._state = kernels.floats(self._rows), kernels.integers(self._steps), _DEPTH, width
 
     def forget(self, slot: int) -> None:
         """The slot has a new owner."""
@@ -33,6 +35,10 @@ class Outlook:
 
     def remember(self, slots: npt.NDArray[np.int64], step: int, survival: Probabilities) -> None:
         """survival: [R, w <= width] of the drafts made for these slots in `step`; NaN counts as 0."""
+        if (native := kernels.load()) is not None and survival.size:
+            told = kernels.integers(slots), len(slots), step, kernels.doubles(survival), survival.shape[1]
+            native.dspark_remember(*self._state, *told)
+            return
         place = step % _DEPTH
         clean = np.fmax(survival, 0.0)
         self._rows[slots, place, : clean.shape[1]] = clean
@@ -47,9 +53,25 @@ class Outlook:
         caps: [R] tokens beyond which a draft cannot go. otherwise: [R, width] stands for what is not remembered.
         """
         if (stride := len(slots) // _MOST_READ) > 1:
-            some = self.profile(slots[::stride], step, caps=caps[::stride], width=width, otherwise=otherwise[::stride])
+            few_slots, few_caps, few = slots[::stride].copy(), caps[::stride].copy(), otherwise[::stride].copy()
+            some = self.profile(few_slots, step, caps=few_caps, width=width, otherwise=few)
             return np.repeat(some, stride)[: len(slots) * width]
         num_samples = next((n for most, n in _SAMPLES_OF if len(slots) <= most), 1)
+        if (native := kernels.load()) is not None and otherwise.size:
+            profile = np.empty(len(slots) * width)
+            native.dspark_profile(
+                *self._state,
+                LAG,
+                kernels.integers(slots),
+                len(slots),
+                step,
+                kernels.integers(caps),
+                width,
+                kernels.doubles(otherwise),
+                num_samples,
+                kernels.doubles(profile),
+            )
+            return profile
         places = (step - LAG - np.arange(_DEPTH - LAG)) % _DEPTH
         steps = self._steps[slots][:, places]
         known = (steps <= step - LAG) & (steps > step - _DEPTH)

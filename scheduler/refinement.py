@@ -84,10 +84,7 @@ class RefinedCurve:
 
     def verify_seconds(self, first: int, count: int, context_len: float, kv_tokens: float | None = None) -> Seconds:
         """[count] as CostCurve; never falling."""
-        seconds = self.base.verify_seconds(first, count, context_len, kv_tokens)
-        factors = self._verify.table[np.minimum(np.arange(first, first + count), _KNOTS[-1])]
-        scaled: Seconds = np.maximum.accumulate(seconds * factors)
-        return scaled
+        return self.base.verify_seconds(first, count, context_len, kv_tokens, factors=self._verify.table)
 
     def draft_seconds(self, num_requests: int, width: int) -> float:
         return float(self.base.draft_seconds(num_requests, width) * self._draft(num_requests))

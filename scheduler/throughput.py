@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from scheduler import kernels
 from scheduler.ports import ROWS_PER_REQUEST
 from scheduler.wire import DrafterInfo, VerifierInfo
 
@@ -40,6 +42,7 @@ _KV_REQUESTS = 16
 _REQUESTS = (1, 2, 4, 8, 16, 32)
 _WIDTHS = (1, 2, 4)
 _LARGEST = 1 << 20  # of any axis: tables are dense
+_AS_MEASURED: Seconds = np.ones(1)
 
 
 class CurveRejected(Exception):
@@ -79,13 +82,46 @@ class CostCurve:
         self._verify = np.stack([np.interp(every, points.tokens, row) for row in rows])
         self._slope = _tail_slope(np.asarray(points.tokens), rows)
         self._draft = _dense_draft(points)
+        tables = kernels.doubles(self._verify), kernels.doubles(self._contexts), kernels.doubles(self._slope)
+        self._tables = (*tables, len(self._contexts), self._max_tokens)
 
-    def verify_seconds(self, first: int, count: int, context_len: float, kv_tokens: float | None = None) -> Seconds:
+    def verify_seconds(
+        self,
+        first: int,
+        count: int,
+        context_len: float,
+        kv_tokens: float | None = None,
+        *,
+        factors: Seconds = _AS_MEASURED,
+    ) -> Seconds:
         """[count] seconds of a verify step of first, first + 1, ... tokens that have `context_len` tokens before them.
 
         kv_tokens: cached tokens that the step reads, once per request; None: as many as there were when it was measured. Sixteen
-        requests with a token each read eight times as much as two with eight, and drafts read nothing more.
+        requests with a token each read eight times as much as two with eight, and drafts read nothing more. factors: on the
+        seconds of 0, 1, 2 ... tokens, the last on those of all more.
         """
+        if (native := kernels.load()) is not None and count > 0:
+            known = np.empty(count)
+            native.dspark_seconds(
+                *self._tables,
+                self.points.kv_token_s,
+                context_len,
+                math.nan if kv_tokens is None else kv_tokens,
+                ROWS_PER_REQUEST,
+                kernels.doubles(factors),
+                len(factors),
+                first,
+                count,
+                kernels.doubles(known),
+            )
+            return known
+        seconds = self._corrected(first, count, context_len, kv_tokens)
+        scaled: Seconds = np.maximum.accumulate(
+            seconds * factors[np.minimum(np.arange(first, first + count), len(factors) - 1)]
+        )
+        return scaled
+
+    def _corrected(self, first: int, count: int, context_len: float, kv_tokens: float | None) -> Seconds:
         seconds = self._measured(first, count, context_len)
         if kv_tokens is None or self.points.kv_token_s == 0.0:
             return seconds

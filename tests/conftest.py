@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from scheduler import kernels
 from tests.virtual_time import virtual_time
 
 # A shell's background jobs are deaf to SIGINT, and so would be every program that tests start and interrupt.
@@ -44,6 +45,17 @@ def one_thread() -> None:
 def seeded() -> None:
     """What a test draws depends on no test before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module", params=["planning.c", "numpy"])
+def arithmetic(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Planning by each of its two twins."""
+    if request.param == "planning.c" and kernels.load() is None:
+        pytest.skip("no C compiler here")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "numpy":
+            patch.setattr(kernels, "load", lambda: None)
+        yield request.param
 
 
 @pytest.fixture

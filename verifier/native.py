@@ -9,29 +9,22 @@ torch operators do the same. It is linked to the OpenMP runtime that torch has l
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
-import os
 import platform
-import shutil
 import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from verifier.weights import default_cache_dir
+from scheduler.compiled import build, find_compiler
 
 logger = logging.getLogger(__name__)
 
 HEAD_DIMS = (32, 64, 128)
 MAX_QUERIES = 32  # of native.c: query rows x heads per key head in one item
-# No -ffast-math: a library linked with it makes the whole process flush subnormal numbers to zero.
-_FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fPIC", "-fopenmp"]
 _SOURCE = Path(__file__).with_name("native.c")
-_HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 _PANEL = 32  # of products.h
 
 
@@ -46,10 +39,6 @@ class Product(ctypes.Structure):
 def applies() -> bool:
     """Whether this machine's processor has the instructions that the kernels are written in."""
     return platform.machine() == "x86_64" and torch.cpu._is_avx512_bf16_supported()
-
-
-def find_compiler() -> str | None:
-    return next((c for c in (os.environ.get("CC"), "cc", "gcc", "clang") if c and shutil.which(c)), None)
 
 
 def build_kernels(compiler: str) -> Path:
@@ -92,36 +81,9 @@ def load() -> ctypes.CDLL | None:
 
 
 def _built(source: Path, compiler: str) -> Path:
-    """Path of the shared library for a source, compiler and CPU; built into a temporary file, then renamed."""
-    cpu = "".join(line for line in _cpu_lines() if line.startswith(("model name", "flags")))
-    parts = [*(path.read_text() for path in (source, *_HEADERS)), compiler, " ".join(_FLAGS), cpu]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    folder = default_cache_dir() / "native"
-    target = folder / f"native-{key}.so"
-    if target.is_file():
-        return target
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        built = Path(scratch) / "native.so"
-        gomp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-        link = [f"-L{gomp[0].parent}", f"-l:{gomp[0].name}"] if gomp else []
-        command = [compiler, *_FLAGS, f"-I{_SOURCE.parent}", "-shared", str(source), *link, "-lm", "-o", str(built)]
-        logger.info(
-            "compiling %s with %s, once on this machine: some seconds, on a busy one more", source.name, compiler
-        )
-        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        if result.returncode:
-            raise OSError(f"{compiler}: {(result.stderr.strip().splitlines() or ['failed'])[0]}")
-        os.replace(built, target)
-    return target
-
-
-def _cpu_lines() -> list[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines(keepends=True)
-    except OSError:
-        return []
-    return lines[: lines.index("\n")] if "\n" in lines else lines
+    gomp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    link = [f"-L{gomp[0].parent}", f"-l:{gomp[0].name}"] if gomp else []
+    return build(source, compiler, flags=["-fopenmp", f"-I{_SOURCE.parent}"], link=link)
 
 
 def usable(dtype: torch.dtype, device: torch.device, head_dim: int, group: int) -> bool:

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from scheduler.compiled import default_cache_dir, home_path
 from scheduler.errors import SettingsError
 from verifier.architecture import Architecture
 
@@ -28,15 +29,6 @@ logger = logging.getLogger(__name__)
 
 STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-
-
-def home_path(text: str) -> Path:
-    """With the home directory in place of `~`; that of a user who does not exist stays as it is."""
-    return Path(os.path.expanduser(text))
-
-
-def default_cache_dir() -> Path:
-    return home_path("~/.cache/dspark")
 
 
 def resolve_model(model: str, cache_dir: str = "") -> Path:

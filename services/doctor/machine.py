@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from scheduler.compiled import find_compiler
 from services.doctor.findings import Finding, fail, ok, warn
 from services.settings import Settings
 
@@ -130,7 +131,7 @@ def check_compiler() -> Finding:
 
     if not native.applies():
         return ok("compiler", "not needed: the native kernels are for bfloat16 on CPUs with avx512_bf16")
-    compiler = native.find_compiler()
+    compiler = find_compiler()
     if compiler is None:
         return warn(
             "compiler", "no C compiler is on PATH, so steps use slower torch operators", "install gcc, or set CC"

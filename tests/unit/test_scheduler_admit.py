@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from scheduler.admit import Planner, Rule, admit, algorithm1, auto, least_survivals, parse_planner, survivals, threshold
 from scheduler.errors import SettingsError
 
+pytestmark = pytest.mark.usefixtures("arithmetic")
+
 
 def padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
     width = max(len(row) for row in rows)

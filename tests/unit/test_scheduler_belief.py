@@ -8,6 +8,8 @@ import pytest
 from scheduler.belief import Belief
 from scheduler.estimates import AcceptanceEstimates
 
+pytestmark = pytest.mark.usefixtures("arithmetic")
+
 WIDTH = 3
 
 

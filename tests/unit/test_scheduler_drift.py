@@ -7,6 +7,8 @@ import pytest
 
 from scheduler.drift import TEXT_CLASSES, ConfidenceDrift, class_index
 
+pytestmark = pytest.mark.usefixtures("arithmetic")
+
 WIDTH = 3
 
 

@@ -12,6 +12,8 @@ from scheduler.estimates import Spread
 from scheduler.forecast import Forecast, Prices
 from scheduler.gate import DraftGate
 
+pytestmark = pytest.mark.usefixtures("arithmetic")
+
 WIDTH = 4
 
 

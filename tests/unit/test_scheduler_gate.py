@@ -13,6 +13,8 @@ from scheduler.forecast import Prices
 from scheduler.gate import PROBE_SHARE, Choice, DraftGate
 from scheduler.throughput import CostCurve, CurvePoints
 
+pytestmark = pytest.mark.usefixtures("arithmetic")
+
 WIDTH = 7
 
 # Milliseconds of the demo target on two cores, and a drafter whose γ rows per request cost about as much as the target's.

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from scheduler.outlook import LAG, Outlook
 
+pytestmark = pytest.mark.usefixtures("arithmetic")
+
 WIDTH = 3
 
 

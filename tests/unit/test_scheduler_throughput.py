@@ -27,6 +27,8 @@ from scheduler.throughput import (
 )
 from tests.unit.scheduler_toys import ToyDrafter, ToyVerifier
 
+pytestmark = pytest.mark.usefixtures("arithmetic")
+
 POINTS = CurvePoints(
     tokens=(1, 8, 16, 64),
     contexts=(100, 300),

@@ -1,0 +1,80 @@
+"""planning.c, compiled where a C compiler is found; elsewhere its twins in numpy decide the same, only later.
+
+Owns loading and the signatures. Must not know what its callers' arrays mean: they pass them by `doubles`, `floats` and
+`integers`, which refuse what C would misread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.compiled import build, find_compiler
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("planning.c")
+_POINTER, _INTEGER, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+# p pointer, i integer, d double
+_SIGNATURES = {
+    "rates": "pppiiiddppipp",
+    "correct": "pppiidp",
+    "profile": "ppiiipiipipip",
+    "remember": "ppiipiipi",
+    "spread": "ppipppidd",
+    "learn": "pppiiiddpipppp",
+    "drift": "pppiipippppddd",
+    "seconds": "pppiiddddpiiip",
+    "algorithm1": "ppiipdp",
+    "auto": "ppiipipdpiddp",
+    "forecast": "piippipidipipipippp",
+}
+_KINDS = {"p": _POINTER, "i": _INTEGER, "d": _NUMBER}
+_DOUBLE, _FLOAT, _LONG = np.dtype(np.float64), np.dtype(np.float32), np.dtype(np.int64)
+_byte: Any = ctypes.c_char.from_buffer
+
+
+@cache
+def load() -> ctypes.CDLL | None:
+    """The kernels, or None where they cannot be built."""
+    compiler = find_compiler()
+    if compiler is None:
+        return None
+    try:
+        library = ctypes.CDLL(str(build(_SOURCE, compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("%s could not be built or loaded, numpy is used instead: %s", _SOURCE.name, error)
+        return None
+    for name, signature in _SIGNATURES.items():
+        function = getattr(library, f"dspark_{name}")
+        function.argtypes = [_KINDS[kind] for kind in signature]
+        function.restype = None
+    return library
+
+
+def doubles(array: npt.NDArray[Any]) -> int:
+    """Address of a dense, writable array of doubles that is not empty, valid while the array lives. Raises TypeError."""
+    if array.dtype != _DOUBLE:
+        raise TypeError(f"{array.dtype} where doubles are read")
+    return ctypes.addressof(_byte(array))
+
+
+def floats(array: npt.NDArray[Any]) -> int:
+    """The same of float32."""
+    if array.dtype != _FLOAT:
+        raise TypeError(f"{array.dtype} where single floats are read")
+    return ctypes.addressof(_byte(array))
+
+
+def integers(array: npt.NDArray[Any]) -> int:
+    """The same of int64."""
+    if array.dtype != _LONG:
+        raise TypeError(f"{array.dtype} where 64-bit integers are read")
+    return ctypes.addressof(_byte(array))
