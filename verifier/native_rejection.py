@@ -121,7 +121,7 @@ def reject(
         requests=num_requests,
         width=q_ids.shape[1],
         threads=num_threads,
-        tail_block=as_blocks(logits).shape[-1],
+        tail_block=as_blocks(logits).shape[-1] if table.any_seeded else num_columns,
         **{name: array.ctypes.data for name, array in arrays.items()},
     )
     library.dspark_reject(ctypes.addressof(call))
