@@ -95,7 +95,7 @@ class Drafting:
         self.planner = planner
         self.shut = False
         self._kept = None
-        self._standby = Standby()
+        self._standby.interrupted()
 
     def connect(self, info: DrafterInfo) -> None:
         """The drafter is there, for the first time or again, perhaps another one."""

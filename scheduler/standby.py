@@ -44,6 +44,10 @@ class Standby:
         """The gate was asked and is open."""
         self._asked_at = None
 
+    def interrupted(self) -> None:
+        """Another planner decides. What was suspended will still be when one that weighs is back, until it is asked, at once."""
+        self._asked_at, self._asks_at = None, 0
+
     def shut(
         self, step: int, *, margin: float, next_probe: int, may_suspend: bool, num_decoding: int, wishes: list[str]
     ) -> None:

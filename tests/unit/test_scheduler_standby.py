@@ -71,6 +71,18 @@ def test_an_open_gate_begins_the_count_anew() -> None:
     assert standby.suspended
 
 
+def test_steps_of_another_planner_do_not_count_and_what_was_suspended_still_is() -> None:
+    standby = Standby()
+    shut(standby, 0)
+    standby.interrupted()
+    shut(standby, 1000)
+    assert not standby.suspended, "nobody weighed those thousand steps"
+    standby = suspended()
+    standby.interrupted()
+    assert standby.suspended
+    assert not standby.lasts(1000, 16, []), "it is asked at once"
+
+
 def test_suspended_it_wakes_when_two_forecasts_in_a_row_would_open_the_gate() -> None:
     standby = suspended()
     findings = (True, False, True, True)
