@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 # No -ffast-math: a library linked with it makes the whole process flush subnormal numbers to zero.
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC")
 
+_SAYS_WHICH_CPU = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+
 
 def home_path(text: str) -> Path:
     """With the home directory in place of `~`; that of a user who does not exist stays as it is."""
@@ -39,7 +41,7 @@ def build(source: Path, compiler: str, *, flags: Sequence[str] = (), link: Seque
     folders = [source.parent, *(Path(flag[2:]) for flag in flags if flag.startswith("-I"))]
     headers = sorted({path for folder in folders for path in folder.glob("*.h")})
     options = [*_FLAGS, *(flag for flag in flags if not flag.startswith("-I"))]
-    cpu = "".join(line for line in _cpu_lines() if line.startswith(("model name", "flags")))
+    cpu = "".join(line for line in _cpu_lines() if line.startswith(_SAYS_WHICH_CPU))
     parts = [*(path.read_text() for path in (source, *headers)), compiler, " ".join(options), cpu]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = default_cache_dir() / "native"

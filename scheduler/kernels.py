@@ -41,6 +41,11 @@ _DOUBLE, _FLOAT, _LONG = np.dtype(np.float64), np.dtype(np.float32), np.dtype(np
 _byte: Any = ctypes.c_char.from_buffer
 
 
+def build_planning(compiler: str) -> Path:
+    """The library file, built where it is not there; raises OSError or SubprocessError."""
+    return build(_SOURCE, compiler)
+
+
 @cache
 def load() -> ctypes.CDLL | None:
     """The kernels, or None where they cannot be built."""
@@ -48,7 +53,7 @@ def load() -> ctypes.CDLL | None:
     if compiler is None:
         return None
     try:
-        library = ctypes.CDLL(str(build(_SOURCE, compiler)))
+        library = ctypes.CDLL(str(build_planning(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("%s could not be built or loaded, numpy is used instead: %s", _SOURCE.name, error)
         return None

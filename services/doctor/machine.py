@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from scheduler import kernels
 from scheduler.compiled import find_compiler
 from services.doctor.findings import Finding, fail, ok, warn
 from services.settings import Settings
@@ -126,22 +127,22 @@ def cpu_flags() -> frozenset[str]:
 
 
 def check_compiler() -> Finding:
-    """The native kernels of the CPU: can they be built here, or are they built."""
+    """The native kernels of planning, and of the step where the processor has its instructions: can they be built here, or are
+    they built."""
     from verifier import native
 
-    if not native.applies():
-        return ok("compiler", "not needed: the native kernels are for bfloat16 on CPUs with avx512_bf16")
+    twins = "steps and planning use slower torch and numpy" if native.applies() else "planning uses slower numpy"
     compiler = find_compiler()
     if compiler is None:
-        return warn(
-            "compiler", "no C compiler is on PATH, so steps use slower torch operators", "install gcc, or set CC"
-        )
+        return warn("compiler", f"no C compiler is on PATH, so {twins}", "install gcc, or set CC")
     try:
-        native.build_kernels(compiler)
+        kernels.build_planning(compiler)
+        if native.applies():
+            native.build_kernels(compiler)
     except (OSError, subprocess.SubprocessError) as error:
         return warn(
             "compiler",
-            f"the native kernels could not be built, so steps use slower torch operators: {' '.join(str(error).split())}",
+            f"the native kernels could not be built, so {twins}: {' '.join(str(error).split())}",
             "repair or replace the compiler (CC), and see that the cache folder can be written",
         )
     return ok("compiler", f"native kernels built by {compiler}")
