@@ -1,7 +1,8 @@
 """C sources of ours, compiled once per machine into the cache folder and loaded as shared libraries.
 
-Must not know what a source computes. A library is kept by its source, headers, flags, compiler and processor; it is built beside
-its place and renamed, so that processes that start together may all build it.
+Must not know what a source computes. A library is kept by its source, headers, flags, compiler, the libraries it is linked to, C
+library and processor, for a cache folder outlives them and may be shared; it is built beside its place and renamed, so that
+processes that start together may all build it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -40,9 +42,11 @@ def build(source: Path, compiler: str, *, flags: Sequence[str] = (), link: Seque
     """The library file of a source. Headers lie beside it or in folders that flags name. Raises OSError or SubprocessError."""
     folders = [source.parent, *(Path(flag[2:]) for flag in flags if flag.startswith("-I"))]
     headers = sorted({path for folder in folders for path in folder.glob("*.h")})
-    options = [*_FLAGS, *(flag for flag in flags if not flag.startswith("-I"))]
+    # folders aside: an environment that was moved, or has a twin, needs no library of its own
+    options = [option for option in (*_FLAGS, *flags, *link) if not option.startswith(("-I", "-L"))]
     cpu = "".join(line for line in _cpu_lines() if line.startswith(_SAYS_WHICH_CPU))
-    parts = [*(path.read_text() for path in (source, *headers)), compiler, " ".join(options), cpu]
+    machine = f"{platform.machine()} {' '.join(platform.libc_ver())} {cpu}"
+    parts = [*(path.read_text() for path in (source, *headers)), compiler, " ".join(options), machine]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = default_cache_dir() / "native"
     target = folder / f"native-{key}.so"
@@ -55,7 +59,8 @@ def build(source: Path, compiler: str, *, flags: Sequence[str] = (), link: Seque
         logger.info(
             "compiling %s with %s, once on this machine: some seconds, on a busy one more", source.name, compiler
         )
-        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        # a compiler may speak in another encoding than ours
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120, check=False)
         if result.returncode:
             raise OSError(f"{compiler}: {(result.stderr.strip().splitlines() or ['failed'])[0]}")
         os.replace(built, target)
