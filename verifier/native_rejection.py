@@ -78,7 +78,7 @@ def reject(
 
     logits [S, V] bfloat16 or float32; first_row, num_draft, first_draft, table, output_index [E]: a request's rows, its drafts,
     its parameters (nobody is greedy), the position of its first row; drafts, q_of_drafts [D]; q_ids, q_probs [D or more, K]: the
-    laws of the drafts, distinct ids below V, mass 0 where there is none; not looked at of seeded requests.
+    laws of the drafts, ids below V, mass 0 where there is none; not looked at of seeded requests.
     """
     library = _load()
     assert library is not None, "ask usable() first"

@@ -15,7 +15,7 @@ enum { NARROW = 512, TAIL_ID = -1, BLOCK_ID = -2 };
 
 /* logits [.., columns], float32 where `single`, else bfloat16. Of each of `requests`: first_row, num_draft, first_draft, temperatures,
  * top_k, top_p, min_p (0, 1, 0: off), seeded, draw_noise; of each draft: drafts, q_of_drafts, accept_noise, and ids and probabilities
- * of its law q, [drafts + 1, width] (distinct ids; probability 0 where there is none); of each row keys, which seeded requests draw by:
+ * of its law q, [drafts + 1, width] (probability 0 where there is none); of each row keys, which seeded requests draw by:
  * columns of one block of a tail in tail_block.
  * Out: accepted, tokens [requests]; tops, the largest logit of each row that was read. sums [threads, 2, blocks], left_over
  * [threads, width], weights, list [threads, columns padded to a multiple of 16]: working memory, which may be more than a thread's
@@ -57,19 +57,24 @@ static int64_t draw(const Law *law, const int64_t *ids, const double *left_over,
     return last < 0 ? first : last;
 }
 
-/* Draws from max(0, p - q), or from p where nothing is left of it. */
-static int64_t draw_residual(const Law *law, const Rejection *r, int64_t draft, double noise, double *left_over) {
+/* Draws from max(0, p - q), or from p where nothing is left of it. place [columns]: working memory, where in left_over an id stands:
+ * a drafter that names one twice means the sum. */
+static int64_t draw_residual(const Law *law, const Rejection *r, int64_t draft, double noise, float *place, double *left_over) {
     const int64_t *ids = r->q_ids + draft * r->width;
     const float *probs = r->q_probs + draft * r->width;
     double total = 0.0, *before = law->sums + law->blocks;
     memcpy(before, law->sums, law->blocks * sizeof *before);
+    for (int64_t i = 0; i < r->width; i++)
+        if (probs[i] > 0.0f) place[ids[i]] = -1.0f;
     for (int64_t i = 0; i < r->width; i++) {
         left_over[i] = -1.0;
         if (!(probs[i] > 0.0f)) continue;
-        const double p = law->weights[ids[i]], left = p - (double)probs[i] * law->total;
-        left_over[i] = left > 0.0 ? left : 0.0;
-        double *sum = law->sums + ids[i] / BLOCK;
-        *sum = fmax(0.0, *sum - (p - left_over[i]));
+        float *at = place + ids[i];
+        if (*at < 0.0f) *at = (float)i, left_over[i] = law->weights[ids[i]];
+        double *left = left_over + (int64_t)*at, *sum = law->sums + ids[i] / BLOCK;
+        const double had = *left;
+        *left = fmax(0.0, had - (double)probs[i] * law->total);
+        *sum = fmax(0.0, *sum - (had - *left));
     }
     for (int64_t b = 0; b < law->blocks; b++) total += law->sums[b];
     if (total > NO_MASS * law->total) return draw(law, ids, left_over, r->width, noise);
@@ -134,7 +139,7 @@ static int64_t race(const Law *law, int64_t key, int64_t tail_block) {
 }
 
 /* Accepts the draft of a row, or ends the request there with a token. */
-static int settles(const Rejection *r, int64_t request, int64_t k, const Law *law, double *left_over) {
+static int settles(const Rejection *r, int64_t request, int64_t k, const Law *law, float *list, double *left_over) {
     const int64_t draft = r->first_draft[request] + k;
     const int last = k == r->num_draft[request];
     int64_t *token = r->tokens + request;
@@ -147,7 +152,7 @@ static int settles(const Rejection *r, int64_t request, int64_t k, const Law *la
         return 1;
     }
     if (r->accept_noise[draft] * r->q_of_drafts[draft] < law->weights[r->drafts[draft]] / law->total) return 0;
-    *token = draw_residual(law, r, draft, r->draw_noise[request], left_over);
+    *token = draw_residual(law, r, draft, r->draw_noise[request], list, left_over);
     return 1;
 }
 
@@ -163,7 +168,7 @@ static void judge(const Rejection *r, int64_t request, Law law, float *list, dou
         if (!isfinite(top)) return;
         read_law(&law, logits, top, fminf(1e30f, 1.0f / r->temperatures[request]));
         if (top_k > 0 || top_p < 1.0 || min_p > 0.0) cut_law(&law, top_k, top_p, min_p, list);
-        if (settles(r, request, k, &law, left_over)) return;
+        if (settles(r, request, k, &law, list, left_over)) return;
     }
 }
 

@@ -306,6 +306,19 @@ def test_padding_of_q_has_no_mass_whatever_it_says() -> None:
 
 
 @both_ways
+@pytest.mark.parametrize("ids", [[2, 2, 0, 1], [0, 2, 1, 2], [2, 0, 2, 2]])
+def test_a_q_that_names_an_id_twice_means_the_sum(ids: list[int]) -> None:
+    """It is no law that a drafter should send, and must bend nothing: were both parts taken off p by themselves, too much would
+    be left of the id, and too little of the others."""
+    logits = torch.tensor([[1.0, 0.5, 0.0, 0.8]])
+    q_probs = np.array([[0.3, 0.3, 0.2, 0.2]], dtype=np.float32)
+    drafts = np.array(ids)[np.random.default_rng(0).choice(4, 20_000, p=[0.3, 0.3, 0.2, 0.2])]
+    made = [extension(SAMPLED, [int(draft)], q_ids=np.array([ids]), q_probs=q_probs) for draft in drafts]
+    verdicts = judge(logits=logits.repeat(40_000, 1), extensions=made, generator=generator())
+    assert fit(np.bincount([v.token_ids[0] for v in verdicts], minlength=4), law_of(logits, SAMPLED)[0]) > 1e-3
+
+
+@both_ways
 def test_a_q_that_is_not_finite_is_set_aside_and_the_law_kept() -> None:
     logits = torch.randn(1, 4, generator=generator(1))
     broken = np.array([[0.5, np.nan, 0.5, 0.0]], dtype=np.float32)
