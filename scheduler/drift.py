@@ -50,7 +50,7 @@ class ConfidenceDrift:
         self._odds = np.ones((num_groups, width))  # exp(shift)
         # trials, accepted, stated, believed
         self._sums = np.zeros((4, num_groups, width))
-        self._state = *(kernels.doubles(each) for each in (self._sums, self._shift, self._odds)), num_groups, width
+        self._state = kernels.Held(self._sums, self._shift, self._odds)
 
     def correct(self, confidence: Probabilities, groups: npt.NDArray[np.int64]) -> Probabilities:
         """[R, W] confidences with the shifts of their groups [R]; NaN stays NaN."""
@@ -78,6 +78,7 @@ class ConfidenceDrift:
         if (native := kernels.load()) is not None and stated.size:
             native.dspark_drift(
                 *self._state,
+                *self._odds.shape,
                 kernels.integers(groups),
                 len(groups),
                 kernels.integers(num_verified),

@@ -38,7 +38,7 @@ class AcceptanceEstimates:
         self._shared = np.zeros((2, len(TEXT_CLASSES) + 1, width))
         self._sizes = self._shared.shape[1], num_slots, width
         self._class_of = np.zeros(num_slots, dtype=np.int64)
-        self._state = kernels.doubles(self._shared), kernels.doubles(self._counts), kernels.integers(self._class_of)
+        self._state = kernels.Held(self._shared, self._counts, self._class_of)
 
     def reset(self, slot: int, text_class: int = 0) -> None:
         """The slot has a new owner, of that index in TEXT_CLASSES."""
@@ -128,7 +128,7 @@ class Spread:
     def __init__(self, width: int) -> None:
         self._resolved = np.zeros(width)
         self._open = np.ones(width)
-        self._state = kernels.doubles(self._resolved), kernels.doubles(self._open), width
+        self._state = kernels.Held(self._resolved, self._open)
 
     @property
     def share(self) -> Probabilities:
@@ -139,7 +139,7 @@ class Spread:
         """[R, width] survivals that were expected, and as they turned out; drafts end at caps."""
         if (native := kernels.load()) is not None and len(caps):
             told = kernels.doubles(usual), kernels.doubles(survival), kernels.integers(caps)
-            native.dspark_spread(*self._state, *told, len(caps), _SPREAD_MEMORY, _UNCERTAIN)
+            native.dspark_spread(*self._state, len(self._open), *told, len(caps), _SPREAD_MEMORY, _UNCERTAIN)
             return
         counts = (np.arange(usual.shape[1]) < caps[:, None]) & (np.abs(usual - 0.5) < 0.5 - _UNCERTAIN)
         keep = (1.0 - 1.0 / _SPREAD_MEMORY) ** counts.sum(axis=0)

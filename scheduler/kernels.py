@@ -1,7 +1,7 @@
 """planning.c, compiled where a C compiler is found; elsewhere its twins in numpy decide the same, only later.
 
 Owns loading and the signatures. Must not know what its callers' arrays mean: they pass them by `doubles`, `floats` and
-`integers`, which refuse what C would misread.
+`integers`, which refuse what C would misread, or by `Held`.
 """
 
 from __future__ import annotations
@@ -64,6 +64,21 @@ def load() -> ctypes.CDLL | None:
     return library
 
 
+class Held(tuple[int, ...]):
+    """Addresses, kept from call to call, of dense, writable arrays of doubles, single floats or 64-bit integers. The arrays live as
+    long as it does. A copy of whatever has it, pickled ones too, has the addresses of its own arrays."""
+
+    arrays: tuple[npt.NDArray[Any], ...]
+
+    def __new__(cls, *arrays: npt.NDArray[Any]) -> Held:
+        held = super().__new__(cls, (_ADDRESS_OF[array.dtype](array) for array in arrays))
+        held.arrays = arrays
+        return held
+
+    def __reduce__(self) -> tuple[type[Held], tuple[npt.NDArray[Any], ...]]:
+        return Held, self.arrays
+
+
 def doubles(array: npt.NDArray[Any]) -> int:
     """Address of a dense, writable array of doubles that is not empty, valid while the array lives. Raises TypeError."""
     if array.dtype != _DOUBLE:
@@ -83,3 +98,6 @@ def integers(array: npt.NDArray[Any]) -> int:
     if array.dtype != _LONG:
         raise TypeError(f"{array.dtype} where 64-bit integers are read")
     return ctypes.addressof(_byte(array))
+
+
+_ADDRESS_OF = {_DOUBLE: doubles, _FLOAT: floats, _LONG: integers}

@@ -27,7 +27,7 @@ class Outlook:
         self.width = width
         self._rows = np.zeros((num_slots, _DEPTH, width), dtype=np.float32)
         self._steps = np.full((num_slots, _DEPTH), _NEVER, dtype=np.int64)
-        self._state = kernels.floats(self._rows), kernels.integers(self._steps), _DEPTH, width
+        self._state = kernels.Held(self._rows, self._steps)
 
     def forget(self, slot: int) -> None:
         """The slot has a new owner."""
@@ -37,7 +37,7 @@ class Outlook:
         """survival: [R, w <= width] of the drafts made for these slots in `step`; NaN counts as 0."""
         if (native := kernels.load()) is not None and survival.size:
             told = kernels.integers(slots), len(slots), step, kernels.doubles(survival), survival.shape[1]
-            native.dspark_remember(*self._state, *told)
+            native.dspark_remember(*self._state, _DEPTH, self.width, *told)
             return
         place = step % _DEPTH
         clean = np.fmax(survival, 0.0)
@@ -61,6 +61,8 @@ class Outlook:
             profile = np.empty(len(slots) * width)
             native.dspark_profile(
                 *self._state,
+                _DEPTH,
+                self.width,
                 LAG,
                 kernels.integers(slots),
                 len(slots),

@@ -82,8 +82,7 @@ class CostCurve:
         self._verify = np.stack([np.interp(every, points.tokens, row) for row in rows])
         self._slope = _tail_slope(np.asarray(points.tokens), rows)
         self._draft = _dense_draft(points)
-        tables = kernels.doubles(self._verify), kernels.doubles(self._contexts), kernels.doubles(self._slope)
-        self._tables = (*tables, len(self._contexts), self._max_tokens)
+        self._tables = kernels.Held(self._verify, self._contexts, self._slope)
 
     def verify_seconds(
         self,
@@ -104,6 +103,8 @@ class CostCurve:
             known = np.empty(count)
             native.dspark_seconds(
                 *self._tables,
+                len(self._contexts),
+                self._max_tokens,
                 self.points.kv_token_s,
                 context_len,
                 math.nan if kv_tokens is None else kv_tokens,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -191,6 +193,38 @@ def test_what_c_would_misread_is_refused() -> None:
         kernels.floats(np.zeros(3))
     with pytest.raises((TypeError, ValueError, BufferError)):
         kernels.doubles(np.zeros((3, 4))[:, ::2])
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))], ids=["deep", "pickled"]
+)
+def test_a_copy_reads_and_writes_what_is_its_own(copied: Callable[[Any], Any]) -> None:
+    """C knows where arrays lie, and those of a copy lie elsewhere."""
+    slots, groups, caps = np.arange(3), np.array([0, 3, 6]), np.full(3, WIDTH)
+
+    def live_on(belief: Belief, step: int) -> list[np.ndarray]:
+        judgement = belief.judge(slots, groups, caps, np.full((3, WIDTH), 0.8))
+        outlook = belief.outlook(judgement, slots, caps, step)
+        belief.remember(judgement, caps, step)
+        belief.observe(judgement, num_drafted=caps, num_verified=caps, num_accepted=np.array([0, 2, WIDTH]))
+        return [judgement.believed, judgement.usual, outlook, belief.spread]
+
+    first = Belief(3, WIDTH)
+    for step in range(5):
+        live_on(first, step)
+    second = copied(first)
+    for step in range(5, 9):
+        for ours, theirs in zip(live_on(second, step), live_on(first, step), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_copied_curve_has_tables_of_its_own() -> None:
+    """It read where those of the first had been, whatever lay there by then."""
+    first = CostCurve(CurvePoints((1, 2, 64), (256, 1024), ((0.01, 0.02, 0.3), (0.02, 0.03, 0.5))), 0.0)
+    price = first.verify_seconds(1, 80, 500.0)
+    second = pickle.loads(pickle.dumps(first))
+    first._verify[:] = 7.0
+    np.testing.assert_array_equal(second.verify_seconds(1, 80, 500.0), price)
 
 
 def test_a_drafter_that_states_nothing_leaves_its_rates(both: Any) -> None:
