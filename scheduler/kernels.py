@@ -65,8 +65,10 @@ def load() -> ctypes.CDLL | None:
 
 
 class Held(tuple[int, ...]):
-    """Addresses, kept from call to call, of dense, writable arrays of doubles, single floats or 64-bit integers. The arrays live as
-    long as it does. A copy of whatever has it, pickled ones too, has the addresses of its own arrays."""
+    """Addresses of dense, writable arrays of doubles, single floats or 64-bit integers that are passed again and again.
+
+    The arrays live as long as it does. A copy of whatever has it, pickled ones too, has the addresses of its own arrays.
+    """
 
     arrays: tuple[npt.NDArray[Any], ...]
 
