@@ -287,6 +287,9 @@ def test_a_drafters_wrong_answer_is_a_lost_drafter_not_a_wrong_text() -> None:
     call = bench.core.choose_drafts()
     good = Draft("r", np.array([1, 2], dtype=np.int32), None)
     bench.core.check_drafts(call, [good])
+    law = {"q_ids": np.array([[1, 3], [2, -1]]), "q_probs": np.array([[0.5, 0.5], [1, 0]], dtype=np.float32)}
+    whole = dataclasses.replace(good, confidence=np.array([0.5, np.nan]), **law)
+    bench.core.check_drafts(call, [whole])
     for bad in (
         [],
         [good, good],
@@ -294,6 +297,11 @@ def test_a_drafters_wrong_answer_is_a_lost_drafter_not_a_wrong_text() -> None:
         [dataclasses.replace(good, token_ids=np.array([1, 50], dtype=np.int32))],
         [dataclasses.replace(good, token_ids=np.array([-1], dtype=np.int32))],
         [dataclasses.replace(good, token_ids=np.zeros(call.width + 1, dtype=np.int32))],
+        [dataclasses.replace(whole, confidence=np.array([0.5]))],
+        [dataclasses.replace(whole, confidence=np.array([0.5, 0.5, 0.5]))],
+        [dataclasses.replace(whole, q_ids=law["q_ids"][:1], q_probs=law["q_probs"][:1])],
+        [dataclasses.replace(whole, q_ids=law["q_ids"][:, :1])],
+        [dataclasses.replace(whole, q_ids=law["q_ids"][0], q_probs=law["q_probs"][0])],
     ):
         with pytest.raises(DrafterLost):
             bench.core.check_drafts(call, bad)
