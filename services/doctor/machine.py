@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import resource
@@ -128,7 +129,7 @@ def cpu_flags() -> frozenset[str]:
 
 def check_compiler() -> Finding:
     """The native kernels of planning, and of the step where the processor has its instructions: can they be built here, or are
-    they built."""
+    they built, and do they load."""
     from verifier import native
 
     twins = "steps and planning use slower torch and numpy" if native.applies() else "planning uses slower numpy"
@@ -136,14 +137,16 @@ def check_compiler() -> Finding:
     if compiler is None:
         return warn("compiler", f"no C compiler is on PATH, so {twins}", "install gcc, or set CC")
     try:
-        kernels.build_planning(compiler)
+        libraries = [kernels.build_planning(compiler)]
         if native.applies():
-            native.build_kernels(compiler)
+            libraries.append(native.build_kernels(compiler))
+        for library in libraries:
+            ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
         return warn(
             "compiler",
-            f"the native kernels could not be built, so {twins}: {' '.join(str(error).split())}",
-            "repair or replace the compiler (CC), and see that the cache folder can be written",
+            f"the native kernels could not be built or loaded, so {twins}: {' '.join(str(error).split())}",
+            "repair or replace the compiler (CC), and see that the cache folder can be written and is not mounted noexec",
         )
     return ok("compiler", f"native kernels built by {compiler}")
 

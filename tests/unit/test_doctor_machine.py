@@ -295,6 +295,16 @@ def test_compilers_that_are_missing_or_broken_are_a_warning(monkeypatch, tmp_pat
     assert_said(machine.check_compiler(), "warn", "install gcc")
 
 
+def test_kernels_that_are_built_and_do_not_load_are_a_warning(monkeypatch, tmp_path):
+    """As from a cache folder that is mounted noexec: they had been built, and served nobody."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nfor last in "$@"; do :; done; echo "no library" > "$last"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CC", str(compiler))
+    assert_said(machine.check_compiler(), "warn", "could not be built or loaded", "noexec")
+
+
 def test_threads_beyond_cores_and_beyond_the_containers_share_are_a_warning(tree, tmp_path):
     many = load_settings(args={**tree, "threads": 4096})
     assert_said(machine.check_threads(many), "warn", "4096")
