@@ -47,13 +47,14 @@ def build_planning(compiler: str) -> Path:
 
 
 @cache
-def load() -> ctypes.CDLL | None:
-    """The kernels, or None where they cannot be built."""
+def load() -> ctypes.PyDLL | None:
+    """The kernels, or None where they cannot be built. Calls keep the interpreter's lock: they take microseconds, and to get it
+    back from a thread that computes in Python takes five milliseconds, each time."""
     compiler = find_compiler()
     if compiler is None:
         return None
     try:
-        library = ctypes.CDLL(str(build_planning(compiler)))
+        library = ctypes.PyDLL(str(build_planning(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("%s could not be built or loaded, numpy is used instead: %s", _SOURCE.name, error)
         return None
