@@ -63,6 +63,8 @@ def build(source: Path, compiler: str, *, flags: Sequence[str] = (), link: Seque
         result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120, check=False)
         if result.returncode:
             raise OSError(f"{compiler}: {(result.stderr.strip().splitlines() or ['failed'])[0]}")
+        with built.open("rb") as written:
+            os.fsync(written.fileno())  # a power cut must not leave an empty library under its name
         os.replace(built, target)
     return target
 
