@@ -39,18 +39,18 @@ void dspark_rates(const double *shared, const double *counts, const int64_t *cla
     free(alike);
 }
 
-// drift.py, correct. odds [G][W]: by how much a confidence's odds are multiplied.
-void dspark_correct(const double *confidence, const double *odds, const int64_t *groups, int64_t R, int64_t W, double eps,
-                    double *corrected)
+// drift.py, correct. odds [G][W]: by how much a confidence's odds are multiplied; confidence [R][w], w at most W.
+void dspark_correct(const double *confidence, const double *odds, int64_t W, const int64_t *groups, int64_t R, int64_t w,
+                    double eps, double *corrected)
 {
     for (int64_t r = 0; r < R; r++) {
-        for (int64_t k = 0; k < W; k++) {
-            double c = confidence[r * W + k];
-            corrected[r * W + k] = c;
+        for (int64_t k = 0; k < w; k++) {
+            double c = confidence[r * w + k];
+            corrected[r * w + k] = c;
             if (!(c > 0.0 && c < 1.0)) continue;
             c = c < eps ? eps : c > 1.0 - eps ? 1.0 - eps : c;
             const double told = c / (1.0 - c) * odds[groups[r] * W + k];
-            corrected[r * W + k] = told / (1.0 + told);
+            corrected[r * w + k] = told / (1.0 + told);
         }
     }
 }
@@ -176,4 +176,3 @@ void dspark_drift(double *sums, double *shift, double *odds, int64_t G, int64_t 
     }
     free(more);
 }
-

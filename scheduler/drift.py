@@ -53,10 +53,10 @@ class ConfidenceDrift:
         self._state = kernels.Held(self._sums, self._shift, self._odds)
 
     def correct(self, confidence: Probabilities, groups: npt.NDArray[np.int64]) -> Probabilities:
-        """[R, W] confidences with the shifts of their groups [R]; NaN stays NaN."""
-        if (native := kernels.load()) is not None and confidence.size and confidence.shape[1] == self._odds.shape[1]:
-            corrected = np.empty(confidence.shape)
-            told = kernels.doubles(confidence), kernels.doubles(self._odds), kernels.integers(groups)
+        """[R, at most W] confidences with the shifts of their groups [R]; NaN stays NaN."""
+        if (native := kernels.load()) is not None and confidence.size:
+            corrected, odds = np.empty(confidence.shape), self._odds
+            told = kernels.doubles(confidence), kernels.doubles(odds), odds.shape[1], kernels.integers(groups)
             native.dspark_correct(*told, *confidence.shape, _EPS, kernels.doubles(corrected))
             return corrected
         clipped = np.minimum(np.maximum(confidence, _EPS), 1.0 - _EPS)

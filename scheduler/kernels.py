@@ -25,7 +25,7 @@ _POINTER, _INTEGER, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 # p pointer, i integer, d double
 _SIGNATURES = {
     "rates": "pppiiiddppipp",
-    "correct": "pppiidp",
+    "correct": "ppipiidp",
     "profile": "ppiiipiipipip",
     "remember": "ppiipiipi",
     "spread": "ppipppidd",

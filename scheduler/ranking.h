@@ -66,4 +66,3 @@ static void rank_descending(const double *values, int64_t *order, int64_t *scrat
     }
     if (from != order) memcpy(order, from, n * sizeof *order);
 }
-
