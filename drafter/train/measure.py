@@ -62,7 +62,9 @@ def measure(network: DraftNetwork, sequences: Iterable[States]) -> dict[str, Any
                 _add_sampled(tally, overlap, inside)
     domains = {key: tally.report() for key, tally in sorted(tallies.items()) if key != "all"}
     total = tallies["all"].report() if "all" in tallies else {}
-    return {**total, "confidence_abs_error": round(confidence_error / max(1, slots), 4), "domains": domains}
+    if slots:
+        total["confidence_abs_error"] = round(confidence_error / slots, 4)
+    return {**total, "domains": domains}
 
 
 def _add_sampled(tally: _Tally, overlap: Tensor, inside: Tensor) -> None:
