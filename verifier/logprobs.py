@@ -26,12 +26,13 @@ def token_logprobs(
     chosen = logits.index_select(0, torch.tensor(rows, device=device))
     chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
     # in blocks: a whole row's sum would be split among threads where it is the only one
-    total = as_blocks(chosen).logsumexp(dim=-1).logsumexp(dim=-1, keepdim=True)
-    of_tokens = (chosen.gather(-1, torch.tensor(token_ids, device=device)[:, None]) - total)[:, 0].tolist()
+    totals = as_blocks(chosen).logsumexp(dim=-1).logsumexp(dim=-1).tolist()
+    of_tokens = chosen.gather(-1, torch.tensor(token_ids, device=device)[:, None])[:, 0].tolist()
     tops = _largest(chosen, [min(count, logits.shape[-1]) for count in num_top])
+    # one subtraction for both, so that a token has the same logprob among the most probable ones
     return [
-        TokenLogprob(value, tuple((column, logit - each) for column, logit in top))
-        for value, top, each in zip(of_tokens, tops, total[:, 0].tolist(), strict=True)
+        TokenLogprob(logit - total, tuple((column, other - total) for column, other in top))
+        for logit, top, total in zip(of_tokens, tops, totals, strict=True)
     ]
 
 

@@ -30,6 +30,12 @@ def test_a_row_gets_the_same_alone_and_beside_others_that_ask_for_more(dtype: to
     assert together == crowded == alone
 
 
+def test_a_token_among_the_most_probable_has_the_same_logprob_there() -> None:
+    logits = torch.randn(64, 1000)
+    for found in token_logprobs(logits, range(64), logits.argmax(-1).tolist(), [2] * 64):
+        assert found.logprob == found.top[0][1]
+
+
 def test_they_are_the_log_softmax_and_of_equal_tokens_the_lowest_ids_come_first() -> None:
     logits = torch.randn(5, 640).to(torch.bfloat16)
     logits[:, 7] = logits[:, 600] = logits[:, 300] = logits.max() + 1
