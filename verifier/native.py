@@ -163,12 +163,11 @@ class PackedProduct:
 
 
 def packable(weight: Tensor) -> bool:
-    """Whether native.c multiplies by this weight. Tile arithmetic (AMX) is left to oneDNN, which uses it."""
+    """Whether native.c multiplies by this weight."""
     return (
         weight.dtype is torch.bfloat16
         and weight.device.type == "cpu"
         and weight.shape[1] % 2 == 0
-        and not torch.cpu._is_amx_tile_supported()
         and load() is not None
     )
 

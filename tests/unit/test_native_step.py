@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from scheduler.compiled import build, find_compiler
 from scheduler.wire import Extension, Plan, SamplingParams
 from verifier import native, sampling
 from verifier.batch import pack
@@ -32,7 +34,7 @@ def test_a_packed_product_equals_float64_for_any_number_of_rows(inputs: int, out
     bias = torch.randn(outputs, generator=generator).bfloat16()
     torch.set_num_threads(num_threads)
     try:
-        for n in [0, *range(1, 28), 40]:
+        for n in [0, *range(1, 35), 40, 63, 65, 97]:
             x = torch.randn(n, inputs, generator=generator).bfloat16()
             residual = torch.randn(n, outputs, generator=generator).bfloat16()
             exact = x.double() @ weight.double().T
@@ -42,6 +44,23 @@ def test_a_packed_product_equals_float64_for_any_number_of_rows(inputs: int, out
             torch.testing.assert_close(got, exact + bias.double() + residual.double(), **close)
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs AMX, for which the others are built anyway")
+def test_without_tiles_the_same_source_multiplies_by_vectors() -> None:
+    compiler, packed = find_compiler(), native.PackedProduct(torch.randn(70, 96).bfloat16(), None)
+    assert compiler is not None
+    flags = ["-fopenmp", "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8"]
+    by_vectors = ctypes.CDLL(str(build(Path(native.__file__).with_name("native.c"), compiler, flags=flags)))
+    x, out = torch.randn(50, 96).bfloat16(), torch.zeros(50, 70).bfloat16()
+    by_vectors.dspark_multiply(
+        ctypes.c_void_p(ctypes.addressof(packed.arguments)),
+        ctypes.c_void_p(x.data_ptr()),
+        ctypes.c_int64(50),
+        None,
+        ctypes.c_void_p(out.data_ptr()),
+    )
+    torch.testing.assert_close(out, packed(x), rtol=2**-7, atol=1e-3)
 
 
 def test_a_packed_product_takes_any_layout_and_refuses_what_it_would_misread() -> None:
