@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import resource
@@ -14,6 +15,7 @@ from random import Random
 import pytest
 import torch
 
+from drafter.train.code_functions import FUNCTIONS
 from drafter.train.corpus import AnswerWriter, Job
 from drafter.train.prompts import (
     Prompt,
@@ -214,6 +216,17 @@ def test_a_mixture_keeps_its_shares_and_repeats_nothing() -> None:
 def test_an_endless_source_that_repeats_itself_ends() -> None:
     repeating = (Prompt(f"p {i % 5}", "chat") for i in range(10**9))
     assert len(mixture({"chat": [repeating]}, {"chat": 1.0}, 50, lambda p: True)) == 5
+
+
+def test_the_functions_to_ask_for_differ_and_their_examples_fit_their_signatures() -> None:
+    rows = [[part.strip() for part in line.split(" | ")] for line in FUNCTIONS]
+    assert len({what for what, *_ in rows}) == len({name for _, name, *_ in rows}) == len(rows)
+    for _, name, signature, example in rows:
+        [function] = ast.parse(f"def {name}({signature.replace(' -> ', ') -> ')}: ...").body
+        call, result = example.rsplit(" -> ", 1)
+        assert isinstance(function, ast.FunctionDef)
+        assert len(ast.literal_eval(f"({call},)")) == len(function.args.args), name
+        ast.literal_eval(result)
 
 
 def test_built_in_prompts_are_many_and_the_same_for_a_seed() -> None:
