@@ -78,7 +78,7 @@ void dspark_attend(const Step *s, bf16 *qkv, bf16 *pool, bf16 *out) {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < s->num_rows; row++) rotate_row(s, qkv, pool, row);
 #pragma omp for schedule(dynamic)
-        for (int64_t work = 0; work < s->num_items * s->num_kv_heads; work++) attend_items(s, qkv, pool, out, work);
+        for (int64_t work = 0; work < s->num_items * s->num_kv_heads; work++) attend_items(s, qkv, pool, out, work, work + 1);
     }
 }
 
@@ -145,8 +145,11 @@ static void run_layer(const Pass *p, int64_t index, Meeting *m, int part, int pa
         rotate_row(s, p->qkv, pool, row);
     }
     meet(m, parts);
-    for (int64_t work; (work = atomic_fetch_add(&m->next, 1)) < s->num_items * s->num_kv_heads;)
-        attend_items(s, p->qkv, pool, p->attended, work);
+    /* a thread takes what comes next before it begins, so that it can ask for its keys meanwhile */
+    for (int64_t work = atomic_fetch_add(&m->next, 1), next; work < s->num_items * s->num_kv_heads; work = next) {
+        next = atomic_fetch_add(&m->next, 1);
+        attend_items(s, p->qkv, pool, p->attended, work, next);
+    }
     meet(m, parts);
     multiply(&layer->out, p->attended, n, p->hidden, p->hidden, part, parts);
     meet(m, parts);

@@ -9,12 +9,7 @@
  * Layout: panels of 32 outputs; of each panel, for each pair of inputs, 32 x 2 values (two registers). Outputs are padded with
  * zeros to whole panels; the number of inputs is even.
  */
-#include "bfloat16.h"
-
-#ifdef __AMX_BF16__
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "tiles.h"
 
 enum {
     PANEL = 32,
@@ -72,38 +67,12 @@ static void accumulate_tile(const bf16 *x, int64_t stride, const bf16 *panel, in
 }
 
 #ifdef __AMX_BF16__
-/* AMX: tiles of 16 rows x 16 outputs, 32 inputs an instruction. Its weights lie as the panels do. At 32 and 64 rows it takes
+/* By tiles: 32 inputs of 16 rows and 16 outputs an instruction, weights as the panels have them. At 32 rows it takes little more than
  * what reading the weights takes. It adds in another order than AVX512, so one of the two computes all of a product's rows. */
-static int tiles_granted;
-
-/* The operating system keeps the tiles' 8 KB per thread only for processes that ask. */
-__attribute__((constructor)) static void ask_for_tiles(void) {
-    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
-    tiles_granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
-}
-
 INLINE int by_tiles(const Product *product) { return tiles_granted && product->inputs % 32 == 0; }
 
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} TileShapes;
-
-/* Tiles 0, 1: sums of the first `upper` rows; 2, 3: of the `lower` after them; 4, 5: inputs of both; 6, 7: weights. */
-static void shape_tiles(int upper, int lower) {
-    TileShapes shapes = {.palette = 1};
-    const uint8_t rows[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
-    for (int i = 0; i < 8; i++) {
-        shapes.rows[i] = rows[i];
-        shapes.row_bytes[i] = rows[i] ? 64 : 0;
-    }
-    /* the intrinsic names the first bytes only */
-    __asm__ volatile("" : : "m"(shapes) : "memory");
-    _tile_loadconfig(&shapes);
-}
-
-/* upper (+ lower) rows of x against one panel -> sums [upper + lower][PANEL]; tiles have that shape. */
+/* upper (+ lower) rows of x against one panel -> sums [upper + lower][PANEL]. Tiles 0, 1: sums of the upper rows; 2, 3: of the lower;
+ * 4, 5: inputs of both; 6, 7: weights. */
 INLINE void accumulate_by_tiles(const bf16 *x, int64_t stride, const bf16 *panel, int64_t inputs, const char *ahead,
                                 int64_t ahead_step, int upper, const int lower, float (*sums)[PANEL]) {
     const bf16 *x_lower = x + upper * stride;
@@ -141,9 +110,10 @@ INLINE void accumulate_by_tiles(const bf16 *x, int64_t stride, const bf16 *panel
 static void accumulate_in_shape(const bf16 *x, int64_t stride, const bf16 *panel, int64_t inputs, const char *ahead,
                                 int64_t ahead_step, int64_t n, float (*sums)[PANEL]) {
     const int upper = n > 16 ? (int)(n + 1) / 2 : (int)n;
-    shape_tiles(upper, (int)n - upper);
+    const int lower = (int)n - upper;
+    shape_tiles((const int[8]){upper, upper, lower, lower, upper, lower, 16, 16});
     if (n > 16)
-        accumulate_by_tiles(x, stride, panel, inputs, ahead, ahead_step, upper, (int)n - upper, sums);
+        accumulate_by_tiles(x, stride, panel, inputs, ahead, ahead_step, upper, lower, sums);
     else
         accumulate_by_tiles(x, stride, panel, inputs, ahead, ahead_step, upper, 0, sums);
     _tile_release();
