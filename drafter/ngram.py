@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
+import torch
 
 from scheduler.wire import Draft, DraftAsk, DrafterInfo, IntArray, SamplingParams
 from verifier.features import CommittedFeatures
+from verifier.turns import median_seconds
 
 LONGEST_MATCH = 4
 DEFAULT_WIDTH = 7
 _NO_LIMIT = 2**31 - 1
 _MEASURED_CONTEXT = 2048
-_MEASURE_REPEATS = 5
 
 
 def match_end(tokens: IntArray, longest: int = LONGEST_MATCH) -> int | None:
@@ -69,18 +69,11 @@ class NgramRunner:
         return [Draft(ask.request_id, _drafted(ask, min(width, self.width)), None) for ask in asks]
 
     def measure(self, num_requests: Sequence[int], widths: Sequence[int]) -> list[list[float]]:
-        return [[self._time(n, width) for width in widths] for n in num_requests]
-
-    def _time(self, num_requests: int, width: int) -> float:
         tokens = (np.arange(_MEASURED_CONTEXT) % 97).astype(np.int32)
         ask = DraftAsk("", int(tokens[-1]), len(tokens) - 1, np.zeros(1, np.int32), SamplingParams(), 0, tokens)
-        asks = [ask] * num_requests
-        seconds = []
-        for _ in range(_MEASURE_REPEATS):
-            begin = time.perf_counter()
-            self.propose(asks, width, ())
-            seconds.append(time.perf_counter() - begin)
-        return statistics.median(seconds)
+        works = [partial(self.propose, [ask] * n, width, ()) for n in num_requests for width in widths]
+        seconds = median_seconds(works, torch.device("cpu"))
+        return [seconds[i * len(widths) : (i + 1) * len(widths)] for i in range(len(num_requests))]
 
 
 def _drafted(ask: DraftAsk, width: int) -> IntArray:

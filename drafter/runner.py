@@ -6,9 +6,7 @@ in its cache: an ask carries everything else.
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -35,12 +33,12 @@ from verifier.kv import PagedKV
 from verifier.layers import Linear
 from verifier.noise import fresh_generator
 from verifier.sampling import SamplingTable
+from verifier.turns import median_seconds
 from verifier.weights import resolve_model
 
 _MEASURED_CONTEXT = 256
 # Context rows that a request's last round committed: one anchor and a few accepted drafts.
 _MEASURED_ROWS = 3
-_MEASURE_REPEATS = 5
 
 
 class Runner(Protocol):
@@ -226,9 +224,11 @@ class DraftRunner:
 
     def measure(self, num_requests: Sequence[int], widths: Sequence[int]) -> list[list[float]]:
         """Median seconds of a whole propose, absorbing included, by request count and width. Uses block 0 only."""
-        return [[self._time(n, width) for width in widths] for n in num_requests]
+        works = [self._synthetic(n, width) for n in num_requests for width in widths]
+        seconds = median_seconds(works, self.device)
+        return [seconds[i * len(widths) : (i + 1) * len(widths)] for i in range(len(num_requests))]
 
-    def _time(self, num_requests: int, width: int) -> float:
+    def _synthetic(self, num_requests: int, width: int) -> Callable[[], object]:
         context = max(0, min(_MEASURED_CONTEXT, self.max_start))
         blocks = np.zeros(-(-max(context, 1) // self.config.block_size), dtype=np.int32)
         asks = [
@@ -236,13 +236,7 @@ class DraftRunner:
             for i in range(num_requests)
         ]
         features = [self._synthetic_features(_MEASURED_ROWS * num_requests)]
-        self.propose(asks, width, features)
-        seconds = []
-        for _ in range(_MEASURE_REPEATS):
-            begin = time.perf_counter()
-            self.propose(asks, width, features)
-            seconds.append(time.perf_counter() - begin)
-        return statistics.median(seconds)
+        return lambda: self.propose(asks, width, features)
 
     def _synthetic_features(self, num_rows: int) -> CommittedFeatures:
         size = len(self.arch.target_layer_ids) * self.arch.decoder.hidden_size

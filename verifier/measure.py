@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,10 +10,7 @@ import torch
 from scheduler.ports import ROWS_PER_REQUEST
 from scheduler.wire import Extension, Plan, SamplingParams
 from verifier.runner import TargetRunner
-
-_REPEATS = 7
-_SLOW_S = 0.05  # steps longer than this are repeated less: what disturbs a timing is short
-_SLOW_REPEATS = 3
+from verifier.turns import median_seconds
 
 
 def step_seconds(
@@ -30,17 +25,20 @@ def step_seconds(
     so many; only block 0 is written.
     """
     longest = runner.max_model_len - rows_per_request
-
-    def seconds(n: int, context_len: int) -> float:
-        return _step(runner, n, max(0, min(context_len, longest)), rows_per_request)
-
+    works = [
+        _step(runner, n, max(0, min(context_len, longest)), rows_per_request)
+        for context_len in context_lens
+        for n in num_tokens
+    ]
     try:
-        return [[seconds(n, context) for n in num_tokens] for context in context_lens]
+        seconds = median_seconds(works, runner.device)
     finally:
         runner.kv.clear_padding()
+    width = len(num_tokens)
+    return [seconds[i * width : (i + 1) * width] for i in range(len(context_lens))]
 
 
-def _step(runner: TargetRunner, num_tokens: int, context_len: int, rows_per_request: int) -> float:
+def _step(runner: TargetRunner, num_tokens: int, context_len: int, rows_per_request: int) -> Callable[[], object]:
     plan = synthetic_plan(
         num_tokens,
         context_len,
@@ -49,16 +47,16 @@ def _step(runner: TargetRunner, num_tokens: int, context_len: int, rows_per_requ
         num_blocks=runner.kv.num_blocks,
         capture=bool(runner.capture),
     )
-    return _median(lambda: runner.verify(plan), runner.device)
+    return lambda: runner.verify(plan)
 
 
 @torch.inference_mode()
 def product_seconds(runner: TargetRunner, num_tokens: Sequence[int]) -> list[float]:
     """Median seconds of all matrix products of a step, one after the other, and nothing else."""
-    return [_products(runner, n) for n in num_tokens]
+    return median_seconds([_products(runner, n) for n in num_tokens], runner.device)
 
 
-def _products(runner: TargetRunner, num_tokens: int) -> float:
+def _products(runner: TargetRunner, num_tokens: int) -> Callable[[], object]:
     head, layers = runner.model.lm_head, runner.model.stack.products(num_tokens)
     rows = torch.ones(num_tokens, head.in_features, dtype=runner.dtype, device=runner.device)
 
@@ -66,21 +64,7 @@ def _products(runner: TargetRunner, num_tokens: int) -> float:
         layers()
         head(rows)
 
-    return _median(run, runner.device)
-
-
-def _median(work: Callable[[], object], device: torch.device) -> float:
-    begin = time.perf_counter()
-    work()
-    slow = time.perf_counter() - begin > _SLOW_S
-    seconds = []
-    for _ in range(_SLOW_REPEATS if slow else _REPEATS):
-        begin = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+    return run
 
 
 def synthetic_plan(
