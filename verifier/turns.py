@@ -1,6 +1,6 @@
 """Times several pieces of work in turns: a slow second of the machine meets a run of each, not all runs of one.
 
-Measured one after the other, a cost curve has the machine's mood in it: sizes that were timed while a neighbour was busy look twice
+Measured one after the other, a cost curve has the machine's mood in it: sizes timed while a neighbour was busy look twice
 as dear as others, and what looks dear is not run, so that nothing corrects it.
 """
 
