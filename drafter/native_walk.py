@@ -38,11 +38,7 @@ class _Walk(ctypes.Structure):
 
 @cache
 def _load() -> ctypes.CDLL | None:
-    library = native.compiled(_SOURCE) if native.load() is not None else None
-    if library is not None:
-        library.dspark_walk.argtypes = [ctypes.c_void_p]
-        library.dspark_walk.restype = None
-    return library
+    return native.compiled(_SOURCE, {"walk": "p"}) if native.load() is not None else None
 
 
 class NativeWalk:

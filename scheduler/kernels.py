@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.compiled import build, find_compiler
+from scheduler import compiled
 
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("planning.c")
-_POINTER, _INTEGER, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-# p pointer, i integer, d double
 _SIGNATURES = {
     "rates": "pppiiiddppipp",
     "correct": "ppipiidp",
@@ -36,33 +34,27 @@ _SIGNATURES = {
     "auto": "ppiipipdpiddp",
     "forecast": "piippipidipipipippp",
 }
-_KINDS = {"p": _POINTER, "i": _INTEGER, "d": _NUMBER}
 _DOUBLE, _FLOAT, _LONG = np.dtype(np.float64), np.dtype(np.float32), np.dtype(np.int64)
 _byte: Any = ctypes.c_char.from_buffer
 
 
-def build_planning(compiler: str) -> Path:
-    """The library file, built where it is not there; raises OSError or SubprocessError."""
-    return build(_SOURCE, compiler)
+def load_by(compiler: str) -> ctypes.CDLL:
+    """The kernels, built where they are not there; raises OSError or SubprocessError. Calls keep the interpreter's lock: they
+    take microseconds, and to get it back from a thread that computes in Python takes five milliseconds, each time."""
+    return compiled.load(_SOURCE, compiler, _SIGNATURES, keeps_lock=True)
 
 
 @cache
-def load() -> ctypes.PyDLL | None:
-    """The kernels, or None where they cannot be built. Calls keep the interpreter's lock: they take microseconds, and to get it
-    back from a thread that computes in Python takes five milliseconds, each time."""
-    compiler = find_compiler()
+def load() -> ctypes.CDLL | None:
+    """The kernels, or None where they cannot be built."""
+    compiler = compiled.find_compiler()
     if compiler is None:
         return None
     try:
-        library = ctypes.PyDLL(str(build_planning(compiler)))
+        return load_by(compiler)
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("%s could not be built or loaded, numpy is used instead: %s", _SOURCE.name, error)
         return None
-    for name, signature in _SIGNATURES.items():
-        function = getattr(library, f"dspark_{name}")
-        function.argtypes = [_KINDS[kind] for kind in signature]
-        function.restype = None
-    return library
 
 
 class Held(tuple[int, ...]):

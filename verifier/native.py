@@ -12,13 +12,14 @@ import ctypes
 import logging
 import platform
 import subprocess
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from scheduler.compiled import build, find_compiler
+from scheduler import compiled as libraries
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,15 @@ HEAD_DIMS = (32, 64, 128)
 MAX_QUERIES = 32  # of native.c: query rows x heads per key head in one item
 _SOURCE = Path(__file__).with_name("native.c")
 _PANEL = 32  # of products.h
+_SIGNATURES = {
+    "rms_norm": "pppiif",
+    "swiglu": "ppii",
+    "peak": "pppii",
+    "multiply": "ppipp",
+    "attend": "pppp",
+    "run_layers": "p",
+    "run_products": "p",
+}
 
 
 class Product(ctypes.Structure):
@@ -41,22 +51,22 @@ def applies() -> bool:
     return platform.machine() == "x86_64" and torch.cpu._is_avx512_bf16_supported()
 
 
-def build_kernels(compiler: str) -> Path:
-    """The library file of the target's step, built where it is not there; raises OSError or SubprocessError."""
-    return _built(_SOURCE, compiler)
+def load_by(compiler: str) -> ctypes.CDLL:
+    """The kernels of the target's step, built where they are not there; raises OSError or SubprocessError."""
+    return _linked(_SOURCE, compiler, _SIGNATURES)
 
 
-@cache
-def compiled(source: Path) -> ctypes.CDLL | None:
-    """The library built from a C source of ours, or None where this machine cannot build or run it."""
+def compiled(source: Path, signatures: Mapping[str, str]) -> ctypes.CDLL | None:
+    """The library built from a C source of ours, or None where this machine cannot build or run it. signatures: as
+    scheduler/compiled.py reads them."""
     if not applies():
         return None
-    compiler = find_compiler()
+    compiler = libraries.find_compiler()
     if compiler is None:
         logger.warning("no C compiler found: torch operators are used, which take longer (install gcc)")
         return None
     try:
-        return ctypes.CDLL(str(_built(source, compiler)))
+        return _linked(source, compiler, signatures)
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("%s could not be built or loaded, torch operators are used instead: %s", source.name, error)
         return None
@@ -65,25 +75,13 @@ def compiled(source: Path) -> ctypes.CDLL | None:
 @cache
 def load() -> ctypes.CDLL | None:
     """The kernels of the target's step, or None."""
-    library = compiled(_SOURCE)
-    if library is None:
-        return None
-    void, integer = ctypes.c_void_p, ctypes.c_int64
-    library.dspark_rms_norm.argtypes = [void, void, void, integer, integer, ctypes.c_float]
-    library.dspark_swiglu.argtypes = [void, void, integer, integer]
-    library.dspark_peak.argtypes = [void, void, void, integer, integer]
-    library.dspark_multiply.argtypes = [void, void, integer, void, void]
-    library.dspark_attend.argtypes = [void, void, void, void]
-    library.dspark_run_layers.argtypes = library.dspark_run_products.argtypes = [void]
-    for name in ("rms_norm", "swiglu", "peak", "multiply", "attend", "run_layers", "run_products"):
-        getattr(library, f"dspark_{name}").restype = None
-    return library
+    return compiled(_SOURCE, _SIGNATURES)
 
 
-def _built(source: Path, compiler: str) -> Path:
+def _linked(source: Path, compiler: str, signatures: Mapping[str, str]) -> ctypes.CDLL:
     gomp = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     link = [f"-L{gomp[0].parent}", f"-l:{gomp[0].name}"] if gomp else []
-    return build(source, compiler, flags=["-fopenmp", f"-I{_SOURCE.parent}"], link=link)
+    return libraries.load(source, compiler, signatures, flags=["-fopenmp", f"-I{_SOURCE.parent}"], link=link)
 
 
 def usable(dtype: torch.dtype, device: torch.device, head_dim: int, group: int) -> bool:

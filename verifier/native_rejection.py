@@ -48,11 +48,7 @@ class _Rejection(ctypes.Structure):
 
 @cache
 def _load() -> ctypes.CDLL | None:
-    library = native.compiled(_SOURCE) if native.load() is not None else None
-    if library is not None:
-        library.dspark_reject.argtypes = [ctypes.c_void_p]
-        library.dspark_reject.restype = None
-    return library
+    return native.compiled(_SOURCE, {"reject": "p"}) if native.load() is not None else None
 
 
 def usable(logits: Tensor) -> bool:

@@ -18,20 +18,13 @@ from torch import Tensor
 from verifier import native as step_kernels
 
 _SOURCE = Path(__file__).with_name("native.c")
+_SIGNATURES = {"vocabulary_terms": "ppppppppiifff!", "swiglu_backward": "pppii", "rms_norm_backward": "pppppiif!"}
 
 
 @cache
 def load() -> ctypes.CDLL | None:
     """The compiled kernels, or None where this machine cannot build or run them."""
-    library = step_kernels.compiled(_SOURCE) if step_kernels.load() is not None else None
-    if library is None:
-        return None
-    void, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-    library.dspark_vocabulary_terms.argtypes = [void] * 8 + [integer] * 2 + [number] * 3
-    library.dspark_swiglu_backward.argtypes = [void] * 3 + [integer] * 2
-    library.dspark_swiglu_backward.restype = None
-    library.dspark_rms_norm_backward.argtypes = [void] * 5 + [integer] * 2 + [number]
-    return library
+    return step_kernels.compiled(_SOURCE, _SIGNATURES) if step_kernels.load() is not None else None
 
 
 def usable(x: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import resource
@@ -137,11 +136,9 @@ def check_compiler() -> Finding:
     if compiler is None:
         return warn("compiler", f"no C compiler is on PATH, so {twins}", "install gcc, or set CC")
     try:
-        libraries = [kernels.build_planning(compiler)]
+        kernels.load_by(compiler)
         if native.applies():
-            libraries.append(native.build_kernels(compiler))
-        for library in libraries:
-            ctypes.CDLL(str(library))
+            native.load_by(compiler)
     except (OSError, subprocess.SubprocessError) as error:
         return warn(
             "compiler",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from scheduler.compiled import build, find_compiler
+from scheduler.compiled import find_compiler, load
 from scheduler.wire import Extension, Plan, SamplingParams
 from verifier import native, sampling
 from verifier.batch import pack
@@ -51,15 +51,9 @@ def test_without_tiles_the_same_source_multiplies_by_vectors() -> None:
     compiler, packed = find_compiler(), native.PackedProduct(torch.randn(70, 96).bfloat16(), None)
     assert compiler is not None
     flags = ["-fopenmp", "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8"]
-    by_vectors = ctypes.CDLL(str(build(Path(native.__file__).with_name("native.c"), compiler, flags=flags)))
+    by_vectors = load(Path(native.__file__).with_name("native.c"), compiler, {"multiply": "ppipp"}, flags=flags)
     x, out = torch.randn(50, 96).bfloat16(), torch.zeros(50, 70).bfloat16()
-    by_vectors.dspark_multiply(
-        ctypes.c_void_p(ctypes.addressof(packed.arguments)),
-        ctypes.c_void_p(x.data_ptr()),
-        ctypes.c_int64(50),
-        None,
-        ctypes.c_void_p(out.data_ptr()),
-    )
+    by_vectors.dspark_multiply(ctypes.addressof(packed.arguments), x.data_ptr(), 50, None, out.data_ptr())
     torch.testing.assert_close(out, packed(x), rtol=2**-7, atol=1e-3)
 
 
