@@ -95,10 +95,7 @@ class PrefixScheduler:
 
     def expire(self, now: float) -> list[Delta]:
         """Fails every request whose time has run out, or that has waited too long for a place. Between steps only."""
-        ended = [
-            self._fail(live, DeadlineExceeded(f"the request did not finish within {now - live.arrival_s:.2f} s"))
-            for live in self.residency.expired(now)
-        ]
+        ended = [self._fail(live, _out_of_time(live)) for live in self.residency.expired(now)]
         waiting = self.residency.waiting
         return ended + [
             self._fail(
@@ -453,3 +450,12 @@ class PrefixScheduler:
 def _identity(info: VerifierInfo) -> tuple[str, int, int]:
     """What must not change under a running request."""
     return info.fingerprint, info.vocab_size, info.block_size
+
+
+def _out_of_time(live: Live) -> DeadlineExceeded:
+    whose = (
+        "scheduler.default_timeout_s: set that, or the request's own timeout"
+        if live.request.timeout_s is None
+        else "its timeout: give it a longer one, at most gateway.max_timeout_s"
+    )
+    return DeadlineExceeded(f"the request did not finish within {live.deadline_s - live.arrival_s:g} s, {whose}")
