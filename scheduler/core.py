@@ -271,11 +271,14 @@ class PrefixScheduler:
 
     def _check_fits(self, request: Request) -> None:
         prompt, wanted = len(request.prompt_ids), request.params.max_tokens
-        if prompt + wanted > self.max_request_tokens:
+        room = max(0, self.max_request_tokens - prompt)
+        if wanted > room:
             what = "context" if self.verifier.max_model_len <= self.max_request_tokens else "KV cache"
             raise TooLong(
                 f"the prompt has {prompt} tokens and max_tokens is {wanted}: together {prompt + wanted}, "
-                f"and the {what} holds {self.max_request_tokens}; shorten one of them"
+                f"and the {what} holds {self.max_request_tokens}; "
+                + (f"max_tokens can be at most {room}" if room else "shorten the prompt"),
+                room,
             )
 
     def _new_live(self, request: Request, now: float) -> Live:

@@ -37,7 +37,11 @@ class BadParams(Rejected):
 
 
 class TooLong(Rejected):
-    pass
+    """`room`: the largest max_tokens that fits; 0 when the prompt by itself is too long."""
+
+    def __init__(self, message: str, room: int = 0) -> None:
+        super().__init__(message)
+        self.room = room
 
 
 class Overloaded(Rejected):

@@ -99,7 +99,8 @@ class AnswerResponse(Response):
 
     async def _fail(self, error: ServingError, scope: Scope, receive: Receive, send: Send) -> tuple[str, int]:
         if type(error) is TooLong:
-            error = ContextTooLong(str(error), self._job.fields.prompt_field)
+            fields = self._job.fields
+            error = ContextTooLong(str(error), fields.length_field if error.room else fields.prompt_field)
         if self._sent_headers:
             await _send_body(send, event(error_body(error)), more=False)
         else:

@@ -63,6 +63,10 @@ class ChatRequest(GenerationFields):
         return "messages"
 
     @property
+    def length_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
     def asks_for_no_thought(self) -> bool:
         """`reasoning_effort: none`, the only effort that is taken."""
         return (self.model_extra or {}).get("reasoning_effort") == "none"

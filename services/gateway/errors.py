@@ -57,7 +57,7 @@ class RateLimited(Overloaded):
 
 
 class ContextTooLong(TooLong):
-    """`param` names the field that holds the prompt."""
+    """`param` names the field to change: the one that holds the prompt, or that asks for too long an answer."""
 
     def __init__(self, message: str, param: str = "messages") -> None:
         super().__init__(message)

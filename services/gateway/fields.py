@@ -127,6 +127,11 @@ class GenerationFields(StructuredFields):
         """The field to name when the prompt is at fault."""
         return "prompt"
 
+    @property
+    def length_field(self) -> str:
+        """The field to name when the answer may be too long."""
+        return "max_tokens"
+
     def check_together(self) -> None:
         """What single fields cannot say; raises BadParams."""
         if self.stream_options is not None and not self.stream:

@@ -112,7 +112,7 @@ async def chat_job(
         logprobs=chat.num_logprobs is not None,
         mark_drafted=chat.marks_drafted,
     )
-    requests = draft.requests(identity.id, [prompt_ids], [params])
+    requests = draft.requests(identity.id, [prompt_ids], params)
     shown_ids = model.dialect.shown_ids if new_parser is not ContentOnly else frozenset()
     return Job(requests, chat.num_choices, chat, model, output, arrived_s, new_parser, shown_ids, model.dialect.thinks)
 
@@ -127,7 +127,7 @@ async def completion_job(
 ) -> Job:
     prompts = await model.completion_ids(completion)
     grammar = await _grammar(completion.constraint(), ToolUse(), Dialect())
-    params = [sampling_params(completion, model.card, len(prompt), grammar=grammar) for prompt in prompts]
+    params = sampling_params(completion, model.card, max(map(len, prompts)), grammar=grammar)
     first = completion.prompts[0]
     draft = _Draft(completion, config, speculation_header, completion.text_class or _hint(first))
     identity = _identity("cmpl", completion.model, model)
@@ -170,9 +170,7 @@ class _Draft:
         self._speculation = config.speculation.granted(fields.speculation, speculation_header)
         self._text_class = text_class
 
-    def requests(
-        self, name: str, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
-    ) -> tuple[Request, ...]:
+    def requests(self, name: str, prompts: Sequence[Sequence[int]], params: SamplingParams) -> tuple[Request, ...]:
         num_choices = self._fields.num_choices
         total = len(prompts) * num_choices
         if total > self._max_choices:
@@ -182,8 +180,8 @@ class _Draft:
                 "n" if num_choices > 1 else "prompt",
             )
         return tuple(
-            self._request(name if total == 1 else f"{name}-{number * num_choices + at}", prompt, each, at)
-            for number, (prompt, each) in enumerate(zip(prompts, params, strict=True))
+            self._request(name if total == 1 else f"{name}-{number * num_choices + at}", prompt, params, at)
+            for number, prompt in enumerate(prompts)
             for at in range(num_choices)
         )
 

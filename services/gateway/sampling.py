@@ -18,10 +18,12 @@ def sampling_params(
     least = wanted or fields.min_tokens or 1
     if room < least:
         asked = f"{wanted} tokens were asked for" if wanted else f"the answer needs at least {least}"
+        too_much = fields.length_field if wanted else "min_tokens"
         raise ContextTooLong(
             f"the context holds {card.max_model_len} tokens: the prompt has {num_prompt} "
-            f"and {asked}, together {num_prompt + least}",
-            fields.prompt_field,
+            f"and {asked}, together {num_prompt + least}; "
+            + (f"{too_much} can be at most {room}" if room > 0 else "shorten the prompt"),
+            too_much if room > 0 else fields.prompt_field,
         )
     eos = () if fields.ignore_eos else card.eos_ids
     return SamplingParams(

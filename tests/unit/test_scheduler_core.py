@@ -557,8 +557,14 @@ def test_a_request_fills_the_context_to_the_last_token(block_size: int, width: i
 
 def test_a_request_that_can_never_fit_is_refused_with_both_numbers() -> None:
     bench = bench_with(max_model_len=64)
-    with pytest.raises(TooLong, match=r"8 tokens and max_tokens is 57: together 65, and the context holds 64"):
+    with pytest.raises(
+        TooLong, match=r"8 tokens and max_tokens is 57: together 65, and the context holds 64"
+    ) as refused:
         bench.add("r", PROMPT, max_tokens=57)
+    assert refused.value.room == 56 and "at most 56" in str(refused.value)
+    with pytest.raises(TooLong, match="shorten the prompt") as refused:
+        bench.add("r", PROMPT * 8, max_tokens=1)
+    assert refused.value.room == 0
     small = bench_with(num_blocks=5, block_size=4, max_model_len=64)
     with pytest.raises(TooLong, match=r"8 tokens and max_tokens is 10: together 18, and the KV cache holds 17"):
         small.add("r", PROMPT, max_tokens=10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import httpx
 import pytest
@@ -24,7 +25,7 @@ from services.gateway.errors import TABLE, answer_to, error_response
 from services.gateway.refusals import CHAT_UNSUPPORTED
 from tests.waiting import until
 
-CHAT = "/v1/chat/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # What is no list of earlier tool calls.
 NO_CALLS = [
     "f",
@@ -222,12 +223,34 @@ async def test_a_context_that_is_too_small_is_a_400_with_both_numbers(bench, mak
         long = check_envelope(
             await client.post(CHAT, json=body(messages=[{"role": "user", "content": "é" * 300}])), 400
         )
-        asked = check_envelope(await client.post(CHAT, json=body(max_tokens=250)), 400)
         least = check_envelope(await client.post(CHAT, json=body(min_tokens=250)), 400)
-    for error in (long, asked, least):
-        assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+    for error, param in ((long, "messages"), (least, "min_tokens")):
+        assert error["code"] == "context_length_exceeded" and error["param"] == param
         assert "256" in error["message"]
-    assert "250" in asked["message"] and "at least 250" in least["message"] and not scheduler.requests
+    assert "at least 250" in least["message"] and not scheduler.requests
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [(CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), (COMPLETIONS, "max_tokens")]
+)
+async def test_an_answer_too_long_for_the_context_is_told_what_fits(bench, make_script, body, path, field):
+    """The prompt was named, which fits."""
+    fields = body() if path == CHAT else {"model": body()["model"], "prompt": ["Hi", "Hi there", "Hi"]}
+    fields.pop("max_tokens", None)
+    async with bench.serve(make_script(bench.rounds("Hi"))) as (client, scheduler):
+        error = check_envelope(await client.post(path, json=fields | {field: 256}), 400)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+        most = int(re.search(rf"; {field} can be at most (\d+)$", error["message"])[1])
+        assert (await client.post(path, json=fields | {field: most + 1})).status_code == 400
+        assert not scheduler.requests
+        assert (await client.post(path, json=fields | {field: most})).status_code == 200
+
+
+@pytest.mark.parametrize("room", [0, 7])
+async def test_a_cache_too_small_for_a_request_is_of_the_field_that_can_change_it(bench, make_script, body, room):
+    async with bench.serve(make_script(failure=TooLong("too long", room))) as (client, _):
+        error = check_envelope(await client.post(CHAT, json=body(max_completion_tokens=9)), 400)
+    assert error["param"] == ("max_completion_tokens" if room else "messages")
 
 
 async def test_unknown_routes_and_wrong_methods_are_enveloped(bench, make_script):
