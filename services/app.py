@@ -57,8 +57,13 @@ class PrefixScheduler:
         self._drain_s = settings.gateway.drain_s
         launch = launch_split if settings.placement == "split" else _launch_here
         here = serve.get_replica_context()
-        self._engine = Engine(settings, launch, tell=phase.teller(here.app_name, here.deployment))
-        await self._engine.start()
+        tell = phase.teller(here.app_name, here.deployment)
+        self._engine = Engine(settings, launch, tell)
+        try:
+            await self._engine.start()
+        except Exception as error:
+            tell(f"the engine could not start: {error}")
+            raise
         self._node_id = ray.get_runtime_context().get_node_id()
         self._door = await self._open_door()
 

@@ -82,7 +82,7 @@ class Engine:
     """The scheduler of services.gateway.engine.Scheduler, in this process."""
 
     def __init__(self, settings: Settings, launch: Launch, tell: Callable[[str], None] = lambda phase: None) -> None:
-        """tell: hears what the start is doing, and the empty string when it is done."""
+        """tell: hears what the start is doing, and the empty string when it is done. Why it failed is not told but raised."""
         self._settings = settings
         self._launch = launch
         self._tell = tell
@@ -122,7 +122,7 @@ class Engine:
             logger.info("the engine is ready: %s", workers.card.name)
             self._tell("")
         except Exception as error:
-            self._enter(f"the engine could not start: {error}")
+            self._reason = f"the engine could not start: {error}"
             raise
 
     def _enter(self, phase: str) -> None:

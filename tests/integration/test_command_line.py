@@ -205,6 +205,16 @@ def test_a_port_in_use_is_one_clear_line(server, flags, capsys):
     assert error.count("\n") == 1 and "gateway.port" in error and str(server.port) in error
 
 
+def test_a_start_that_fails_says_why_once(serve_flags):
+    failing = Server(["--no-ray", *serve_flags, "--drafter", "/nope"])
+    try:
+        said = own_lines(failing)
+        assert failing.process.wait(timeout=120) == 2
+    finally:
+        failing.kill()
+    assert [line for line in said if "/nope" in line] == said[-1:]
+
+
 def test_the_benchmark_measures_a_running_server(server, capsys, tmp_path):
     prompts = tmp_path / "mine.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [f"prompt {n}", "ignored"]}) + "\n" for n in range(3)))
