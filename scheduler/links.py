@@ -26,6 +26,8 @@ _HELD_TOKENS = 256
 _FIRST_RETRY_S = 0.1
 _LONGEST_RETRY_S = 30.0
 _STEADY_S = 60.0
+# How often the drafter is looked at: while nobody drafts, its death shows nowhere else.
+_LOOK_S = 5.0
 
 
 async def bounded(call: Awaitable[T], timeout_s: float) -> T:
@@ -73,7 +75,8 @@ class Patience:
 
 
 class DrafterLink:
-    """Hands features and asks to the drafter; after a loss asks for it in the background until it answers again."""
+    """Hands features and asks to the drafter; after a loss asks for it in the background until it answers again. One that does
+    not answer a look is due for a call, which finds out."""
 
     def __init__(
         self,
@@ -95,6 +98,8 @@ class DrafterLink:
         self._num_tokens = 0
         self._returned: DrafterInfo | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._looks: asyncio.Task[None] | None = None
+        self._suspected = False
         self._retry_s = _FIRST_RETRY_S
         self._returned_s = clock()
 
@@ -103,8 +108,14 @@ class DrafterLink:
         return bool(self._features)
 
     @property
-    def overflows(self) -> bool:
-        return len(self._features) >= _HELD_STEPS or self._num_tokens >= _HELD_TOKENS
+    def is_due(self) -> bool:
+        """It must be called though nobody asks for a draft."""
+        return self._suspected or len(self._features) >= _HELD_STEPS or self._num_tokens >= _HELD_TOKENS
+
+    def start(self) -> None:
+        """Looks after it until `stop`."""
+        if self._drafter is not None:
+            self._looks = asyncio.create_task(self._look_after(self._drafter))
 
     def hold(self, features: Features, num_tokens: int) -> None:
         """Keeps what a verify step of `num_tokens` tokens returned for the next propose."""
@@ -119,13 +130,13 @@ class DrafterLink:
         """One propose with all features held; raises whatever the drafter raises, or TimeoutError."""
         if self._drafter is None or self._patience is None:
             raise DrafterLost("there is no drafter")
-        features = self._features
+        features, self._suspected = self._features, False
         self.drop_features()
         return await self._patience.wait(self._drafter.propose(call.asks, call.width, features))
 
     def lose(self) -> None:
         """It is gone: forgets what it was to absorb and begins to ask for it."""
-        self.lost = True
+        self.lost, self._suspected = True, False
         self.drop_features()
         steady = self._clock() - self._returned_s > _STEADY_S
         self._retry_s = _FIRST_RETRY_S if steady else min(2 * self._retry_s, _LONGEST_RETRY_S)
@@ -140,9 +151,22 @@ class DrafterLink:
         return returned
 
     async def stop(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.wait({self._watch})
+        for task in (self._watch, self._looks):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
+
+    async def _look_after(self, drafter: Drafter) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if self.lost:
+                continue
+            try:
+                await bounded(drafter.progress(), self._timeout_s)
+            except Exception as error:
+                logger.info("the drafter does not answer: %s", error)
+                self._suspected = not self.lost
+                self._wake()
 
     async def _ask_until_back(self) -> None:
         assert self._drafter is not None

@@ -76,6 +76,7 @@ class ServingLoop:
 
     async def run(self) -> None:
         """Until cancelled."""
+        self.drafter.start()
         while True:
             try:
                 await self._wait_for_work()
@@ -196,7 +197,7 @@ class ServingLoop:
         if self.core.has_work or self._something.is_set():
             self._something.clear()
             return
-        if self.drafter.holds_features:
+        if self.drafter.holds_features or self.drafter.is_due:
             await self._draft(DraftCall())
         self.core.check_integrity()
         await self._something.wait()
@@ -216,7 +217,7 @@ class ServingLoop:
     async def _draft(self, call: DraftCall) -> list[Draft]:
         """The drafts asked for. Features are absorbed with them; without asks, when there is nothing else to do or when many
         have piled up."""
-        if not call.asks and not self.drafter.overflows and (self.core.has_work or not self.drafter.holds_features):
+        if not call.asks and not self.drafter.is_due and (self.core.has_work or not self.drafter.holds_features):
             return []
         try:
             drafts = await self.drafter.propose(call)

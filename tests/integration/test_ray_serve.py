@@ -398,6 +398,10 @@ def test_lost_workers_come_back_and_running_requests_do_not_notice(served, expec
         until(lambda name=name, old=pid: processes(name) not in ([], [old]))
         assert streamed(served, "hello")[0] == expected["hello"]
     until(lambda: streamed(served, "hello") and metric(served, "dspark_drafter_up") == 1)
+    (pid,) = processes("ray::DrafterProcess")
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: processes("ray::DrafterProcess") not in ([], [pid]))  # noticed though nobody asks
+    until(lambda: metric(served, "dspark_drafter_up") == 1)
 
 
 def rest_of_a_stream_after_killing(served, pid: int) -> list[str]:

@@ -249,6 +249,8 @@ class ToyDrafter:
         )
 
     async def progress(self) -> int:
+        if self.dead:
+            raise DrafterLost("the toy drafter is dead")
         return 0
 
     async def describe(self) -> DrafterInfo:

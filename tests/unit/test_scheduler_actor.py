@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from scheduler import links
 from scheduler.actor import SchedulerActor
 from scheduler.config import SchedulerConfig
 from scheduler.errors import (
@@ -365,6 +366,27 @@ async def test_a_lost_drafter_costs_no_token_and_is_used_again_when_it_is_back()
         assert any(d.num_drafted for d in reader.of("old")[-20:]), "it drafts again from what it computed since"
         assert (await actor.snapshot()).num_drafter_losses == 1
         assert not drafter.faults
+
+
+@pytest.mark.parametrize("busy", [False, True])
+async def test_a_drafter_that_dies_while_nobody_drafts_is_noticed(monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
+    """Of four deaths three were counted: the fourth was unnoticed until somebody asked for a draft."""
+    monkeypatch.setattr(links, "_LOOK_S", 0.02)
+    verifier, drafter = toys(num_blocks=500, max_model_len=2000, verify_s=0.001)
+    async with serving(verifier, drafter, replace(CONFIG, planner="off")) as actor:
+        reader = Reader(actor)
+        if busy:
+            await actor.submit(request("r", max_tokens=1500))
+        for num_losses in (1, 2):
+            drafter.die()
+            stats = await snapshot_where(actor, lambda stats: not stats.drafter_alive)
+            assert stats.num_drafter_losses == num_losses
+            drafter.dead = False
+            await snapshot_where(actor, lambda stats: stats.drafter_alive)
+        if busy:
+            await reader.ending("r")
+            assert reader.output("r") == plain(PROMPT, greedy(max_tokens=1500))
+        assert (await actor.snapshot()).num_drafter_losses == 2
 
 
 @pytest.mark.parametrize("failure", ["raises", "hangs", "wrong answer", "cancelled"])
