@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from scheduler.errors import SettingsError
+from verifier import huge_pages
 
 
 class PagedKV:
@@ -33,7 +34,7 @@ class PagedKV:
         # zeros, not empty: padding rows are read (and masked), and 0 * NaN would still be NaN
         shape = (num_layers, num_blocks, block_size, 2 * num_kv_heads, head_dim)
         try:
-            self.pool = torch.zeros(shape, dtype=dtype, device=device)
+            self.pool = huge_pages.ask_for(torch.empty(shape, dtype=dtype, device=device)).zero_()
         except RuntimeError:  # torch has no common class for memory that is not there
             gib = math.prod(shape) * dtype.itemsize / 2**30
             raise SettingsError(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from scheduler import compiled as libraries
+from verifier.huge_pages import Packer
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ HEAD_DIMS = (32, 64, 128)
 MAX_QUERIES = 32  # of native.c: query rows x heads per key head in one item
 _SOURCE = Path(__file__).with_name("native.c")
 _PANEL = 32  # of products.h
+_weights = Packer()
 _SIGNATURES = {
     "rms_norm": "pppiif",
     "swiglu": "ppii",
@@ -138,7 +140,7 @@ class PackedProduct:
         self._multiply = library.dspark_multiply
         self.out_features, self.in_features = weight.shape
         padded = torch.nn.functional.pad(weight, (0, 0, 0, -weight.shape[0] % _PANEL))
-        self.weight = padded.view(-1, _PANEL, self.in_features // 2, 2).transpose(1, 2).contiguous()
+        self.weight = _weights.copy(padded.view(-1, _PANEL, self.in_features // 2, 2).transpose(1, 2))
         self.bias = None if bias is None else bias.contiguous()
         self.arguments = Product(
             self.weight.data_ptr(),
