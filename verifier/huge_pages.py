@@ -1,7 +1,7 @@
 """Memory in pages of 2 MB, where Linux gives them to who asks (transparent huge pages).
 
-Why: a step of the demo target reads 270 MB of weights, and cached rows from all over the pool, which are 66,000 addresses in pages
-of 4 KB. Products take 4 to 8 % less this way (two cores, 1 to 48 rows, pairs of runs in one process). It is a wish: where it is
+Why: a step of the demo target reads 270 MB of weights, and cached rows from all over the pool: 66,000 addresses in pages of
+4 KB. Products take 4 to 8 % less this way (two cores, 1 to 48 rows, pairs of runs in one process). It is a wish: where it is
 not granted everything else is the same.
 """
 
