@@ -55,10 +55,18 @@ def add_train(command: argparse.ArgumentParser) -> None:
 
 
 def _set_run(command: argparse.ArgumentParser, name: str, run: Callable[[argparse.Namespace], None]) -> None:
-    def go(options: argparse.Namespace) -> None:
-        if options.recipe:
-            from_file = command.parse_args(recipe_flags(options.recipe, command))
-            options = _overridden(from_file, options, command)
+    defaults = vars(command.parse_args([]))
+    # only what is said is parsed, so that a flag wins over the recipe also where it says what the default is
+    for action in command._actions:
+        action.default = argparse.SUPPRESS
+
+    def whole(said: argparse.Namespace) -> argparse.Namespace:
+        recipe = getattr(said, "recipe", None)
+        from_file = vars(command.parse_args(recipe_flags(recipe, command))) if recipe else {}
+        return argparse.Namespace(**{**defaults, **from_file, **vars(said)})
+
+    def go(said: argparse.Namespace) -> None:
+        options = whole(said)
         names = {**vars(options), "run": getattr(options, "run_folder", None)}
         missing = [key for key in _REQUIRED[name] if names[key] in (None, "", ())]
         if missing:
@@ -67,18 +75,7 @@ def _set_run(command: argparse.ArgumentParser, name: str, run: Callable[[argpars
             options.target = str(demo_target())
         run(options)
 
-    command.set_defaults(run=go, parser=command)
-
-
-def _overridden(
-    recipe: argparse.Namespace, given: argparse.Namespace, command: argparse.ArgumentParser
-) -> argparse.Namespace:
-    """What the command line says other than the default wins over the recipe."""
-    plain = command.parse_args([])
-    for key, value in vars(given).items():
-        if value != getattr(plain, key, None):
-            setattr(recipe, key, value)
-    return recipe
+    command.set_defaults(run=go, whole=whole)
 
 
 def recipe_flags(path: Path, command: argparse.ArgumentParser) -> list[str]:

@@ -154,21 +154,29 @@ def test_a_recipe_gives_flags_and_the_command_line_wins(config: RunConfig, tmp_p
     assert arch.kind == "dspark-rnn" and arch.markov_rank == 4 and not arch.has_confidence
 
 
+def test_a_flag_wins_over_the_recipe_also_where_it_says_the_default(tmp_path: Path) -> None:
+    from services.cli import _parser
+
+    (tmp_path / "recipe.yaml").write_text("steps: 3000\nanchors: 7\n")
+    said = _parser().parse_args(["train", "--steps", "1000", "--recipe", str(tmp_path / "recipe.yaml")])
+    options = said.whole(said)
+    assert (options.steps, options.anchors, options.optimiser, options.data) == (1000, 7, "muon", None)
+
+
 def test_every_committed_recipe_is_understood() -> None:
     from services.cli import _parser
-    from services.train_commands import recipe_flags, run_config
+    from services.train_commands import run_config
 
     folder = Path(__file__).parents[2] / "drafters" / "recipes"
     kinds = set()
     for path in sorted(folder.glob("*.yaml")):
         command = "prepare" if path.stem == "data" else "train"
-        options = _parser().parse_args([command])
-        flags = recipe_flags(path, options.parser)
-        parsed = options.parser.parse_args([*flags, "--data", "d"])
+        said = _parser().parse_args([command, "--recipe", str(path), "--data", "d"])
+        options = said.whole(said)
         if command == "train":
             kinds.add(path.stem)
-            parsed.run_folder = Path("r")
-            assert run_config(parsed).shape.kind == path.stem.split("-")[0]
+            options.run_folder = Path("r")
+            assert run_config(options).shape.kind == path.stem.split("-")[0]
     assert kinds == {"dspark", "dspark-gated", "dspark-rnn", "dflash", "eagle3", "mtp"}
 
 
