@@ -19,10 +19,11 @@ from scheduler.forecast import Prices, best_draft
 from scheduler.trust import Trust
 
 PROBE_SHARE = 0.002
-# A gain within the error of curve and estimates is as often a loss. Estimates of who drafts are fresh, so what is open stays
-# open for less than what would open it. How far forecasts are too good is Trust's to know.
-_OPENS = 1.01
-_STAYS_OPEN = 1.0
+# A gain within the error of curve and estimates is as often a loss: of two percent that are forecast nothing or twice as much may
+# come, and less than that is not missed. Estimates of who drafts are fresh, so what is open stays open for less than what
+# would open it. How far forecasts are too good is Trust's to know.
+_OPENS = 1.02
+_STAYS_OPEN = 1.01
 _LONGEST_STRETCH = 4.0
 _LONGEST_INTERVAL = 2048
 _NO_PROBE = -1
