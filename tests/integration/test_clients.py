@@ -124,7 +124,7 @@ def test_openai_text_completions_of_strings_and_of_ids(client):
     [
         ({"model": "gpt-4"}, openai.NotFoundError, "model"),
         ({"temperature": 3}, openai.BadRequestError, "temperature"),
-        ({"max_tokens": 10_000}, openai.BadRequestError, "messages"),
+        ({"max_tokens": 10_000}, openai.BadRequestError, "max_tokens"),
         ({"logit_bias": {"4000": 5}}, openai.BadRequestError, "logit_bias"),
         ({"extra_body": {"prediction": {"type": "content", "content": "x"}}}, openai.BadRequestError, "prediction"),
     ],
