@@ -92,10 +92,10 @@ def serve_with_ray(settings: Settings) -> None:
     check_files(settings)
     import ray
 
-    from services.cluster import RayDied, check_alive, own_daemons, start_ray
+    from services.cluster import check_alive, own_daemons, start_ray
 
     stop = StopRequest()
-    drains = cuts = False
+    serves = drained = cuts = False
     joined = bool(os.environ.get("RAY_ADDRESS"))
     try:
         if not joined:
@@ -111,21 +111,25 @@ def serve_with_ray(settings: Settings) -> None:
         say(f"starting {settings.model_name}")
         daemons = own_daemons()
         _deploy_until_ready(settings, stop, lambda: check_alive(daemons))
-        drains = True
+        serves = True
         say(ready_line(settings))
         while not stop.wait(_LOOK_S):
             check_alive(daemons)
         say(DRAINING)
-    except (RayDied, Stopped) as error:
-        drains, cuts = False, drains and isinstance(error, Stopped)
+        _drain(settings.gateway.drain_s)
+        drained = True
+    except Stopped:
+        cuts = serves and not drained
         raise
     finally:
         # A Ray of our own with nothing to drain is killed with this session: stopped in the middle of a deployment, Serve
         # would start another.
         if cuts:
             _cut_streams(local_url(settings))
-        elif joined or drains:
-            _stop_ray(settings, settings.gateway.drain_s if drains else 0.0)
+        elif joined and not drained and ray.is_initialized():
+            _within(_REMOVAL_S, lambda: remove_application(wait=False))
+            _within(_SHUTDOWN_S, ray.shutdown)
+    _within(_SHUTDOWN_S, ray.shutdown)
     say(STOPPED)
 
 
@@ -218,23 +222,13 @@ def _reason(text: str) -> str:
     return (refusals or errors or lines or ["unknown reason"])[-1]
 
 
-def _stop_ray(settings: Settings, drain_s: float) -> None:
-    """Removing the application drains it. A Ray that was started here ends with this process, also when it no longer
-    answers. Raises Stopped when told a second time, with streams that have ended."""
-    import ray
-
-    if not ray.is_initialized():
-        return
+def _drain(drain_s: float) -> None:
+    """Removes the application, which drains it."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     began_s = time.monotonic()
-    try:
-        _within(drain_s + _REMOVAL_S, lambda: remove_application(wait=drain_s > 0))
-    except Stopped:
-        _cut_streams(local_url(settings))
-        raise
+    _within(drain_s + _REMOVAL_S, lambda: remove_application(wait=drain_s > 0))
     if drain_s and time.monotonic() - began_s >= drain_s:
         time.sleep(LAST_WORDS_S)  # the proxies are telling clients that their gateway was cut off
-    _within(_SHUTDOWN_S, ray.shutdown)
 
 
 def remove_application(*, wait: bool) -> None:
