@@ -224,9 +224,14 @@ def _reason(text: str) -> str:
 
 def _drain(drain_s: float) -> None:
     """Removes the application, which drains it."""
-    logging.getLogger("ray").setLevel(logging.ERROR)
     began_s = time.monotonic()
-    _within(drain_s + _REMOVAL_S, lambda: remove_application(wait=drain_s > 0))
+
+    def remove() -> None:
+        # not in the main thread: a stop signal that raises inside of logging leaves its lock taken, for everyone
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        remove_application(wait=drain_s > 0)
+
+    _within(drain_s + _REMOVAL_S, remove)
     if drain_s and time.monotonic() - began_s >= drain_s:
         time.sleep(LAST_WORDS_S)  # the proxies are telling clients that their gateway was cut off
 
