@@ -10,7 +10,7 @@ import torch
 
 from scheduler.wire import Draft, DraftAsk, DrafterInfo, IntArray, SamplingParams
 from verifier.features import CommittedFeatures
-from verifier.turns import median_seconds
+from verifier.turns import median_table
 
 LONGEST_MATCH = 4
 DEFAULT_WIDTH = 7
@@ -71,9 +71,8 @@ class NgramRunner:
     def measure(self, num_requests: Sequence[int], widths: Sequence[int]) -> list[list[float]]:
         tokens = (np.arange(_MEASURED_CONTEXT) % 97).astype(np.int32)
         ask = DraftAsk("", int(tokens[-1]), len(tokens) - 1, np.zeros(1, np.int32), SamplingParams(), 0, tokens)
-        works = [partial(self.propose, [ask] * n, width, ()) for n in num_requests for width in widths]
-        seconds = median_seconds(works, torch.device("cpu"))
-        return [seconds[i * len(widths) : (i + 1) * len(widths)] for i in range(len(num_requests))]
+        works = [[partial(self.propose, [ask] * n, width, ()) for width in widths] for n in num_requests]
+        return median_table(works, torch.device("cpu"))
 
 
 def _drafted(ask: DraftAsk, width: int) -> IntArray:

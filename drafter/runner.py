@@ -33,7 +33,7 @@ from verifier.kv import PagedKV
 from verifier.layers import Linear
 from verifier.noise import fresh_generator
 from verifier.sampling import SamplingTable
-from verifier.turns import median_seconds
+from verifier.turns import median_table
 from verifier.weights import resolve_model
 
 _MEASURED_CONTEXT = 256
@@ -224,9 +224,7 @@ class DraftRunner:
 
     def measure(self, num_requests: Sequence[int], widths: Sequence[int]) -> list[list[float]]:
         """Median seconds of a whole propose, absorbing included, by request count and width. Uses block 0 only."""
-        works = [self._synthetic(n, width) for n in num_requests for width in widths]
-        seconds = median_seconds(works, self.device)
-        return [seconds[i * len(widths) : (i + 1) * len(widths)] for i in range(len(num_requests))]
+        return median_table([[self._synthetic(n, width) for width in widths] for n in num_requests], self.device)
 
     def _synthetic(self, num_requests: int, width: int) -> Callable[[], object]:
         context = max(0, min(_MEASURED_CONTEXT, self.max_start))

@@ -127,7 +127,7 @@ def serve_with_ray(settings: Settings) -> None:
         if cuts:
             _cut_streams(local_url(settings))
         elif joined and not drained and ray.is_initialized():
-            _within(_REMOVAL_S, lambda: remove_application(wait=False))
+            _drain(0.0)
             _within(_SHUTDOWN_S, ray.shutdown)
     _within(_SHUTDOWN_S, ray.shutdown)
     say(STOPPED)
@@ -223,7 +223,7 @@ def _reason(text: str) -> str:
 
 
 def _drain(drain_s: float) -> None:
-    """Removes the application, which drains it."""
+    """Removes the application, which drains it where there is time for that."""
     began_s = time.monotonic()
 
     def remove() -> None:

@@ -10,7 +10,7 @@ import torch
 from scheduler.ports import ROWS_PER_REQUEST
 from scheduler.wire import Extension, Plan, SamplingParams
 from verifier.runner import TargetRunner
-from verifier.turns import median_seconds
+from verifier.turns import median_seconds, median_table
 
 
 def step_seconds(
@@ -26,16 +26,13 @@ def step_seconds(
     """
     longest = runner.max_model_len - rows_per_request
     works = [
-        _step(runner, n, max(0, min(context_len, longest)), rows_per_request)
+        [_step(runner, n, max(0, min(context_len, longest)), rows_per_request) for n in num_tokens]
         for context_len in context_lens
-        for n in num_tokens
     ]
     try:
-        seconds = median_seconds(works, runner.device)
+        return median_table(works, runner.device)
     finally:
         runner.kv.clear_padding()
-    width = len(num_tokens)
-    return [seconds[i * width : (i + 1) * width] for i in range(len(context_lens))]
 
 
 def _step(runner: TargetRunner, num_tokens: int, context_len: int, rows_per_request: int) -> Callable[[], object]:

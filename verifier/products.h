@@ -3,7 +3,7 @@
  * Why not oneDNN: its products of the demo target take 12 to 14 ms at 1 to 8 rows, where reading the weights takes 8 (two cores,
  * 34 GB/s); these take 8.4 at 1 to 8 rows, 13 instead of 18 at 16, 42 instead of 48 at 64. With AMX (below) it is 9.9 at 1 to 8,
  * 11.6 at 16, 12.5 at 32 and 19.7 at 64, where the vectors of the same processor take 13, 34, 64 and 104. And a row's sums do not
- * depend on the other rows: every output is one chain of multiply-adds in the order of the inputs, whatever the batch, so that a token's
+ * depend on the other rows: every output is added up in one order of the inputs, whatever the batch, so that a token's
  * logits are the same bits alone, in a batch, and behind drafts.
  *
  * Layout: panels of 32 outputs; of each panel, for each pair of inputs, 32 x 2 values (two registers). Outputs are padded with

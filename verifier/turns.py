@@ -34,3 +34,9 @@ def median_seconds(works: Sequence[Callable[[], object]], device: torch.device, 
             if turn < _SLOW_TURNS or warm_s <= _SLOW_S:
                 own.append(run(work))
     return [statistics.median(own) for own in seconds]
+
+
+def median_table(works: Sequence[Sequence[Callable[[], object]]], device: torch.device) -> list[list[float]]:
+    """The same of rows of works, all in one round of turns."""
+    seconds = iter(median_seconds([work for row in works for work in row], device))
+    return [[next(seconds) for _ in row] for row in works]

@@ -52,10 +52,6 @@ class ProxyAnswers:
         passing = _Passing(send)
         try:
             await self._app(scope, receive, passing.send)
-        except asyncio.CancelledError:
-            if not passing.streams or passing.complete:
-                raise
-            # a stream whose gateway was killed may end so too, and its client is to hear of it
         except Exception:
             logger.exception("Serve's proxy failed")
         self._served |= passing.started and passing.refused is None

@@ -105,8 +105,9 @@ def test_an_open_gate_stays_open_for_a_gain_that_would_not_open_it() -> None:
     at = Prices(1, np.array([1.0, 1.0]), np.array([[0.0, 0.0], [0.0, 0.1]]), looks_ahead=True)
     gate = DraftGate(1, variable_width=False)
     gate.next_probe = 1 << 30
-    gain = {name: np.array([[1.1 * rate - 1.0]]) for name, rate in (("0.5 %", 1.005), ("-1 %", 0.99), ("2 %", 1.02))}
+    gain = {name: np.array([[1.1 * rate - 1.0]]) for name, rate in (("0.5 %", 1.005), ("1.5 %", 1.015), ("3 %", 1.03))}
     states = [
-        _choose(gate, step, gain[name], at).shut for step, name in enumerate(("0.5 %", "-1 %", "0.5 %", "2 %", "0.5 %"))
+        _choose(gate, step, gain[name], at).shut
+        for step, name in enumerate(("1.5 %", "0.5 %", "1.5 %", "3 %", "1.5 %"))
     ]
     assert states == [False, True, True, False, False]
