@@ -12,7 +12,7 @@ serve: $(VENV)/.serve
 	$(BIN)/dspark serve
 
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
