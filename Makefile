@@ -11,8 +11,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 serve: $(VENV)/.serve
 	$(BIN)/dspark serve
 
+# Tests that start servers wait more than they compute, so the others run beside them; what these print comes at the end.
+SERVERS := $(filter-out tests/integration/test_engine_%,$(wildcard tests/integration/test_*.py))
+
 test: lint
-	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	@log=$$(mktemp); $(BIN)/pytest tests $(SERVERS:%=--ignore=%) >$$log 2>&1 & others=$$!; status=0; \
+	$(BIN)/pytest $(SERVERS) || status=$$?; \
+	wait $$others || status=$$?; cat $$log; rm $$log; exit $$status
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ what it fixes is verified whatever it costs, and the rest is weighed with that i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +53,7 @@ class Drafting:
         self._usual = UsualRound(info.width if info is not None else 0)
         self._num_rounds = 1
         self._kept: tuple[list[int], Choice, int] | None = None
-        self._promised = 0.0
+        self._promised, self._trial = 0.0, False
         self._standby = Standby()
         kernels.load()  # it may have to be compiled, and not in the first step
         if info is not None:
@@ -125,7 +126,7 @@ class Drafting:
         """backlog: prompt tokens that will be in the step. hidden: another step is verified meanwhile, so that a draft costs
         only what it takes longer than that."""
         self.prices.hidden = hidden
-        self._promised = 0.0
+        self._promised, self._trial = 0.0, False
         self._asked.clear()
         self._probe = None
         self.call = DraftCall()
@@ -197,7 +198,8 @@ class Drafting:
             )
             for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
                 # A probe that verified nothing would have found nothing. It was chosen before its tokens were drawn.
-                proposals[row].num_admitted = max(length, 1) if proposals[row].probe else length
+                least = 1 if proposals[row].probe or self._trial else 0
+                proposals[row].num_admitted = max(length, least)
             more_tokens += int(lengths.sum())
             if len(rows_of) > 1:
                 more_emitted += float(survivals(confidence=judgement.believed[rows], caps=lengths).sum())
@@ -210,10 +212,14 @@ class Drafting:
         self.prices.observe(step)
         if self.info is None:
             return
-        if self._promised and step.num_drafting and not step.num_prefill_tokens and step.predicted_s:
-            seconds = step.predicted_s + self.prices.host_s + self.prices.draft_host_s
-            came = step.num_round_tokens / seconds
-            self._gate.trust.observe(promised=self._promised, came=came, num_rounds=step.num_rounds)
+        if step.predicted_s and step.num_drafting and not step.num_prefill_tokens and (self._promised or self._trial):
+            host_s = self.prices.host_s + self.prices.draft_host_s
+            if self._trial:
+                seconds = step.draft_s + step.verify_s + host_s
+                self._gate.tried(step.step, success=step.num_round_tokens > seconds * self._gate.plain_rate)
+            else:
+                came = step.num_round_tokens / (step.predicted_s + host_s)
+                self._gate.trust.observe(promised=self._promised, came=came, num_rounds=step.num_rounds)
         elif self.shut:
             self._gate.trust.rest()
 
@@ -291,7 +297,8 @@ class Drafting:
             if slots == kept_slots and step < until and (whole or step < self._gate.next_probe):
                 return choice
         choice = self._choice(candidates, load, step)
-        self._kept = (slots, choice, step + _CHOOSE_AGAIN) if choice.probe < 0 and not load.num_prefill else None
+        lasts = choice.probe < 0 and not choice.trial and not load.num_prefill
+        self._kept = (slots, choice, step + _CHOOSE_AGAIN) if lasts else None
         return choice
 
     def _choice(self, candidates: Sequence[Live], load: StepLoad, step: int, *, probing: bool = True) -> Choice:
@@ -323,16 +330,16 @@ class Drafting:
         )
         probe = int(free[choice.probe]) if choice.probe >= 0 else choice.probe
         rows = np.sort(np.concatenate((fixed, free[choice.rows])))
-        promised = 0.0 if len(fixed) else choice.promised
-        return Choice(
-            rows, max(choice.width, widest), probe=probe, shut=choice.shut and not len(fixed), promised=promised
-        )
+        if len(fixed):
+            return Choice(rows, max(choice.width, widest), probe=probe)
+        return replace(choice, rows=rows, probe=probe)
 
     def _ask(self, candidates: Sequence[Live], choice: Choice, step: int) -> None:
         assert self.info is not None
         chosen = [candidates[row] for row in choice.rows]
         self.shut = choice.shut
         self._promised = 0.0 if self.prices.hidden else choice.promised
+        self._trial = choice.trial and not self.prices.hidden
         self.gate_state = "shut" if choice.shut else "open" if len(chosen) == len(candidates) else "partial"
         if choice.probe >= 0:
             self._probe = candidates[choice.probe]

@@ -4,7 +4,8 @@ A draft costs something whatever becomes of it, so the planner's objective is as
 (requests that draft, width). Must not know requests or blocks.
 
 Who is shut out would never be heard of again; a probe lets them draft now and then. Probes are spaced so that they cost
-about a fifth of a percent at most, and further apart while they fail.
+about a fifth of a percent at most, and further apart while they fail. Nor would a gate that is shut, but not by far, hear what
+the steps take that it forgoes: in trials those draft of whom it expects most, at the same expense.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.admit import Probabilities
-from scheduler.forecast import Prices, best_draft
+from scheduler.forecast import BestDraft, Prices, best_draft
 from scheduler.trust import Trust
 
 PROBE_SHARE = 0.002
@@ -24,6 +25,10 @@ PROBE_SHARE = 0.002
 # would open it. How far forecasts are too good is Trust's to know.
 _OPENS = 1.02
 _STAYS_OPEN = 1.01
+# Further from plain decoding the curve is hardly wrong enough. Trials that succeed follow each other.
+_WORTH_A_TRIAL = 0.85
+_LEAST_LOSS = 0.02
+_NEXT_TRIAL = 8
 _LONGEST_STRETCH = 4.0
 _LONGEST_INTERVAL = 2048
 _NO_PROBE = -1
@@ -34,13 +39,15 @@ _WIDTHS = (1, 2, 3, 5, 8, 12)
 @dataclass(frozen=True, slots=True)
 class Choice:
     """rows: indices of the candidates that draft, ascending, those included that draft only to be heard of. probe: one of the
-    latter, of which at least one token is verified, or -1. shut: nobody drafts because it does not pay. promised: tokens per
-    second that were forecast of it, 0 where none were."""
+    latter, of which at least one token is verified, or -1. shut: nobody drafts because it does not pay, but for probes and
+    trials. trial: it is one, and at least one token of each is verified. promised: tokens per second that were forecast of it, 0
+    where none were."""
 
     rows: npt.NDArray[np.int64]
     width: int
     probe: int = _NO_PROBE
     shut: bool = False
+    trial: bool = False
     promised: float = 0.0
 
 
@@ -50,14 +57,16 @@ class DraftGate:
     def __init__(self, width: int, *, variable_width: bool, states: bool = True) -> None:
         """width: most tokens per draft; variable_width: fewer may be asked for, and cost less. states: drafts carry confidences,
         so that one teaches something even where nothing of it is verified. margin: what drafting was last expected to bring over
-        what plain decoding does."""
+        what plain decoding does, plain_rate, tokens per second."""
         self._width = width
         self._widths = np.array([*(w for w in _WIDTHS if variable_width and w < width), width])
         self._states = states
         self._interval = self._shortest = 1.0
         self._open = True
         self.next_probe = 0
-        self.margin = 1.0
+        self._next_trial = 0
+        self._trial_interval = self._shortest_trial = 1.0
+        self.margin, self.plain_rate = 1.0, 0.0
         self.trust = Trust()
 
     def choose(
@@ -75,12 +84,15 @@ class DraftGate:
         idle_steps: [R] steps since each drafted.
         """
         best = best_draft(survival, spread, prices, self._widths)
-        self.margin = self.trust.factor * best.rate / best.plain_rate
+        self.margin, self.plain_rate = self.trust.factor * best.rate / best.plain_rate, best.plain_rate
         self._open = self.margin > (_STAYS_OPEN if self._open else _OPENS)
         if self._open:
             choice = Choice(np.sort(best.ranking[: best.count]), best.width, promised=best.rate)
         else:
             choice = Choice(best.ranking[:0], 0, shut=True)
+            # the paper's rule never goes past a token that does not pay
+            if step >= self._next_trial and prices.looks_ahead and (trial := self._trial(best, step, survival, prices)):
+                return trial
         if step >= self.next_probe:
             choice = self._with_probe(choice, step, survival, idle_steps, prices)
         return choice
@@ -92,6 +104,32 @@ class DraftGate:
             self._interval = self._shortest
         else:
             self._interval = min(2 * self._interval, _LONGEST_INTERVAL)
+
+    def tried(self, step: int, *, success: bool) -> None:
+        """What a trial found: whether more tokens per second came than plain decoding is expected to bring."""
+        if success:
+            self._next_trial, self._trial_interval = step + _NEXT_TRIAL, self._shortest_trial
+        else:
+            self._trial_interval = min(2 * self._trial_interval, _LONGEST_STRETCH * self._shortest_trial)
+
+    def _trial(self, best: BestDraft, step: int, survival: Probabilities, prices: Prices) -> Choice | None:
+        """Of a token at least for each of the best, unless that would lose too much."""
+        rows = np.sort(best.ranking[: best.count])
+        seconds = float(
+            prices.draft_seconds[best.count, best.width]
+            + prices.verify_seconds[min(best.count, len(prices.verify_seconds) - 1)]
+        )
+        tokens = prices.num_sampling + float(survival[rows, 0].sum())
+        margin = self.trust.factor * tokens / seconds / best.plain_rate
+        if margin < _WORTH_A_TRIAL:
+            return None
+        lost_steps = max(1.0 - margin, _LEAST_LOSS) * seconds / float(prices.verify_seconds[0])
+        self._shortest_trial = min(lost_steps / PROBE_SHARE, _LONGEST_INTERVAL)
+        self._trial_interval = min(
+            max(self._trial_interval, self._shortest_trial), _LONGEST_STRETCH * self._shortest_trial, _LONGEST_INTERVAL
+        )
+        self._next_trial = step + int(self._trial_interval)
+        return Choice(rows, best.width, shut=True, trial=True)
 
     def _with_probe(
         self,

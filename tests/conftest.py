@@ -36,14 +36,6 @@ settings.load_profile("same")
 DATA = Path(__file__).parent / "data"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers (pytest-xdist) a file stays in one, as its fixtures do, and tests that start servers take turns: two
-    Rays on two cores would wait for each other."""
-    for item in items:
-        starts_servers = item.path.parent.name == "integration" and not item.path.name.startswith("test_engine_")
-        item.add_marker(pytest.mark.xdist_group("servers" if starts_servers else str(item.path)))
-
-
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     torch.set_num_threads(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from scheduler.admit import algorithm1, survivals
 from scheduler.estimates import AcceptanceEstimates
 from scheduler.forecast import Prices
 from scheduler.gate import PROBE_SHARE, Choice, DraftGate
+from scheduler.refinement import RefinedCurve
 from scheduler.throughput import CostCurve, CurvePoints
 
 pytestmark = pytest.mark.usefixtures("arithmetic")
@@ -35,13 +36,15 @@ LAPTOP = CostCurve(
 class Economy:
     """A fixed set of requests for ever; acceptance[r] is the chance that a draft of request r is right, given the last was.
 
-    claims: the confidences it states, the truth where None; confident False states none.
+    claims: the confidences it states, the truth where None; confident False states none. known: what is believed of the curve and
+    learns from steps; None: all.
     """
 
     acceptance: np.ndarray
     variable_width: bool = True
     confident: bool = True
     curve: CostCurve = LAPTOP
+    known: RefinedCurve | None = None
     claims: np.ndarray | None = None
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(3))
 
@@ -68,13 +71,17 @@ class Economy:
         self.step_number += 1
         count = self.num_requests
         caps = np.full(count, WIDTH)
-        verify_s = self.curve.verify_seconds(count, count * WIDTH + 1, 256)
+        known = self.known or self.curve
+        verify_s = known.verify_seconds(count, count * WIDTH + 1, 256)
         choice = self.gate.choose(
             step=self.step_number,
             survival=survivals(confidence=self.estimates.rates(self.slots), caps=caps),
             idle_steps=self.step_number - self.last_drafted,
             prices=Prices(
-                num_sampling=count, verify_seconds=verify_s, draft_seconds=self.curve.draft_table(count, WIDTH)
+                num_sampling=count,
+                verify_seconds=verify_s,
+                draft_seconds=known.draft_table(count, WIDTH),
+                looks_ahead=self.known is not None,
             ),
         )
         self.num_shut += choice.shut
@@ -83,7 +90,9 @@ class Economy:
         self.num_drafted[rows] += 1
         self.estimates.tick()
         if not len(rows):
-            return count, float(verify_s[0])
+            true_s = float(self.curve.verify_seconds(count, 1, 256)[0])
+            self.learn(count, true_s, choice, 0.0)
+            return count, true_s
         draft_s = self.curve.draft_seconds(len(rows), choice.width)
         claimed = np.full((len(rows), WIDTH), np.nan)
         claimed[:, : choice.width] = (
@@ -93,6 +102,8 @@ class Economy:
         verified = algorithm1(survival=survival, num_sampling=count, step_seconds=verify_s + draft_s)
         if choice.probe >= 0:
             verified = np.where(rows == choice.probe, np.maximum(verified, 1), verified)
+        if choice.trial:
+            verified = np.maximum(verified, 1)
         right = self.rng.random((len(rows), WIDTH)) < self.acceptance[rows][:, None]
         accepted = np.minimum(np.where(right.all(axis=1), WIDTH, right.argmin(axis=1)), verified)
         self.estimates.observe(
@@ -104,7 +115,24 @@ class Economy:
         )
         if choice.probe >= 0:
             self.gate.probed(self.step_number, success=bool(accepted[rows == choice.probe][0] > 0))
-        return count + int(accepted.sum()), draft_s + float(verify_s[verified.sum()])
+        num_tokens = count + int(verified.sum())
+        true_s = float(self.curve.verify_seconds(num_tokens, 1, 256)[0])
+        self.learn(num_tokens, true_s, choice, draft_s)
+        emitted = count + int(accepted.sum())
+        if choice.trial:
+            self.gate.tried(self.step_number, success=emitted > (draft_s + true_s) * self.gate.plain_rate)
+        return emitted, draft_s + true_s
+
+    def learn(self, num_tokens: int, verify_s: float, choice: Choice, draft_s: float) -> None:
+        if self.known is not None:
+            self.known.observe(
+                num_tokens=num_tokens,
+                context_len=256,
+                verify_s=verify_s,
+                num_drafting=len(choice.rows),
+                width=choice.width,
+                draft_s=draft_s,
+            )
 
     def run(self, steps: int) -> float:
         """Tokens per second over so many steps."""
@@ -294,6 +322,52 @@ def test_probes_move_apart_while_they_fail_and_together_when_one_succeeds() -> N
     assert list(gaps[:5]) == sorted(gaps[:5])
     assert gaps[4] >= 3 * shortest, "a drafter that stays wrong is asked ever less"
     assert gaps[6] < gaps[4] / 2 and gaps[7] < gaps[4] / 2
+
+
+def trials(gate: DraftGate, steps: range, margin: float, *, success: bool) -> list[int]:
+    """At which steps a gate, to which drafting seems worth so much of plain decoding, tries it."""
+    at = []
+    for step in steps:
+        choice = choose_alone(gate, step, [0.5], [1.0, 1.4], 1.5 / margin - 1.4, looks_ahead=True)
+        if choice.trial:
+            assert (choice.rows.tolist(), choice.width, choice.probe, choice.shut) == ([0], 1, -1, True)
+            at.append(step)
+            gate.tried(step, success=success)
+    return at
+
+
+def test_a_gate_that_is_shut_but_not_by_far_tries_now_and_then() -> None:
+    gate = DraftGate(1, variable_width=False)
+    gate.next_probe = 1 << 30
+    gaps = np.diff(trials(gate, range(6000), 0.9, success=False))
+    shortest = 0.1 * 1.5 / 0.9 / PROBE_SHARE
+    assert list(gaps) == sorted(gaps) and gaps[0] >= int(shortest), "what a trial loses is paid in steps without one"
+    assert gaps[-1] <= 4 * shortest + 1
+    assert len(trials(gate, range(6000, 6800), 0.9, success=True)) > 40, "one that succeeds is repeated"
+    assert trials(gate, range(7000, 13000), 0.8, success=True) == [], "so wrong no curve is"
+
+
+def test_a_size_that_the_curve_makes_too_dear_is_found_out() -> None:
+    """Nobody runs it while the gate is shut, so that without trials nothing could correct it."""
+    tokens = (1, 8, 16, 32, 64, 128)
+    points = CurvePoints(
+        tokens=tokens,
+        contexts=(256,),
+        verify_s=((0.014, 0.014, 0.015, 0.016, 0.019, 0.040),),
+        requests=(1, 32),
+        widths=(1, 7),
+        draft_s=((0.001, 0.001), (0.002, 0.003)),
+    )
+    dear = replace(points, verify_s=((0.014, 0.014, 0.015, 0.0255, 0.033, 0.070),))
+    economy = Economy(
+        np.full(16, 0.6), curve=CostCurve(points, measured_at=0.0), known=RefinedCurve(CostCurve(dear, measured_at=0.0))
+    )
+    economy.run(20)
+    assert economy.num_shut > 10
+    economy.run(1480)
+    economy.num_shut = 0
+    rate = economy.run(300)
+    assert economy.num_shut < 30 and rate > 1.1 * economy.plain_rate
 
 
 def test_many_requests_are_weighed_in_groups_and_those_that_pay_are_found() -> None:
