@@ -343,7 +343,7 @@ class Drafting:
         self.gate_state = "shut" if choice.shut else "open" if len(chosen) == len(candidates) else "partial"
         if choice.probe >= 0:
             self._probe = candidates[choice.probe]
-            self.num_probes += 1
+        self.num_probes += choice.probe >= 0 or choice.trial
         if not chosen:
             return
         width = choice.width
