@@ -215,8 +215,11 @@ class Drafting:
         if step.predicted_s and step.num_drafting and not step.num_prefill_tokens and (self._promised or self._trial):
             host_s = self.prices.host_s + self.prices.draft_host_s
             if self._trial:
-                seconds = step.draft_s + step.verify_s + host_s
-                self._gate.tried(step.step, success=step.num_round_tokens > seconds * self._gate.plain_rate)
+                plain = self._gate.plain_rate * (step.draft_s + step.verify_s + host_s)
+                # times that are not positive are a clock's that was set back
+                self._gate.tried(
+                    step.step, success=min(step.draft_s, step.verify_s) > 0.0 and step.num_round_tokens > plain
+                )
             else:
                 came = step.num_round_tokens / (step.predicted_s + host_s)
                 self._gate.trust.observe(promised=self._promised, came=came, num_rounds=step.num_rounds)
@@ -320,6 +323,7 @@ class Drafting:
             step=step if probing else _BEFORE_ANY_PROBE,
             survival=self._belief.usual(slots, caps),
             spread=self._belief.spread,
+            may_try=not (len(fixed) or load.num_prefill or self.prices.hidden),
             idle_steps=step - self._last_drafted[slots],
             prices=Prices(
                 num_sampling=load.num_rounds,
@@ -339,7 +343,7 @@ class Drafting:
         chosen = [candidates[row] for row in choice.rows]
         self.shut = choice.shut
         self._promised = 0.0 if self.prices.hidden else choice.promised
-        self._trial = choice.trial and not self.prices.hidden
+        self._trial = choice.trial
         self.gate_state = "shut" if choice.shut else "open" if len(chosen) == len(candidates) else "partial"
         if choice.probe >= 0:
             self._probe = candidates[choice.probe]

@@ -77,11 +77,12 @@ class DraftGate:
         idle_steps: npt.NDArray[np.int64],
         prices: Prices,
         spread: Probabilities | None = None,
+        may_try: bool = True,
     ) -> Choice:
         """survival: [R, width] expected survival of each candidate's drafts, 0 where they cannot go. spread: [width], how far
         from that they turn out (scheduler/estimates.py).
 
-        idle_steps: [R] steps since each drafted.
+        idle_steps: [R] steps since each drafted. may_try: the step could tell what a trial brings.
         """
         best = best_draft(survival, spread, prices, self._widths)
         self.margin, self.plain_rate = self.trust.factor * best.rate / best.plain_rate, best.plain_rate
@@ -91,7 +92,8 @@ class DraftGate:
         else:
             choice = Choice(best.ranking[:0], 0, shut=True)
             # the paper's rule never goes past a token that does not pay
-            if step >= self._next_trial and prices.looks_ahead and (trial := self._trial(best, step, survival, prices)):
+            may_try = may_try and prices.looks_ahead and step >= self._next_trial
+            if may_try and (trial := self._trial(best, step, survival, prices)):
                 return trial
         if step >= self.next_probe:
             choice = self._with_probe(choice, step, survival, idle_steps, prices)

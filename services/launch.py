@@ -115,7 +115,8 @@ def serve_with_ray(settings: Settings) -> None:
         say(ready_line(settings))
         while not stop.wait(_LOOK_S):
             check_alive(daemons)
-        say(DRAINING)
+        with contextlib.suppress(OSError):  # nobody may read any more what is said
+            say(DRAINING)
         _drain(settings.gateway.drain_s)
         drained = True
     except Stopped:
@@ -193,7 +194,7 @@ def _deploy(settings: Settings, failures: list[str]) -> None:
 
 
 def _await_ready(settings: Settings) -> None:
-    with httpx.Client(base_url=local_url(settings), timeout=10) as client:
+    with httpx.Client(base_url=local_url(settings), timeout=10, trust_env=False) as client:
         for _ in range(600):
             response = client.get("/ready")
             if response.status_code == 200:
@@ -258,7 +259,7 @@ def _cut_streams(url: str) -> None:
 def _kill_gateways(url: str) -> None:
     import ray
 
-    with httpx.Client(base_url=url, timeout=_POLL_S) as client:
+    with httpx.Client(base_url=url, timeout=_POLL_S, trust_env=False) as client:
         deadline_s = time.monotonic() + _CUT_S / 2
         while time.monotonic() < deadline_s and _has_route(client):
             time.sleep(_POLL_S / 10)
