@@ -5,7 +5,8 @@ A draft costs something whatever becomes of it, so the planner's objective is as
 
 Who is shut out would never be heard of again; a probe lets them draft now and then. Probes are spaced so that they cost
 about a fifth of a percent at most, and further apart while they fail. Nor would a gate that is shut, but not by far, hear what
-the steps take that it forgoes: in trials those draft of whom it expects most, at the same expense.
+the steps take that it forgoes: in trials those draft of whom it expects most, at the same expense (with one or two requests, of
+which a lucky one counts as a success, at up to three times that).
 """
 
 from __future__ import annotations
