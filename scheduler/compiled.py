@@ -13,6 +13,7 @@ import logging
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -101,7 +102,8 @@ def _compile(source: Path, built: Path, compiler: str, flags: Sequence[str], lin
 
 
 def _open(path: Path, signatures: Mapping[str, str], keeps_lock: bool) -> ctypes.CDLL:
-    """Raises OSError, also for a library that lacks one of the functions."""
+    """Raises OSError, also for a library that was cut off or lacks one of the functions."""
+    _check_whole(path)
     library = ctypes.PyDLL(str(path)) if keeps_lock else ctypes.CDLL(str(path))
     for name, signature in signatures.items():
         try:
@@ -111,6 +113,22 @@ def _open(path: Path, signatures: Mapping[str, str], keeps_lock: bool) -> ctypes
         function.argtypes = [_KINDS[kind] for kind in signature.rstrip("!")]
         function.restype = ctypes.c_int if signature.endswith("!") else None
     return library
+
+
+def _check_whole(path: Path) -> None:
+    """Raises OSError for an ELF file that ends before its section headers, which lie at its end: of such a one the loader maps
+    pages that are not there, and whoever touches them is killed by SIGBUS."""
+    with path.open("rb") as file:
+        header = file.read(64)
+        size = file.seek(0, os.SEEK_END)
+    if header[:6] != b"\x7fELF\x02\x01":  # none of 64 bits, lowest byte first: the loader says what it thinks of it
+        return
+    if len(header) < 64:
+        raise OSError(f"{path.name}: cut off after {size} bytes")
+    (sections,) = struct.unpack_from("<Q", header, 0x28)
+    entry, number = struct.unpack_from("<HH", header, 0x3A)
+    if size < sections + entry * number:
+        raise OSError(f"{path.name}: cut off after {size} of {sections + entry * number} bytes")
 
 
 def _cpu_lines() -> list[str]:

@@ -196,10 +196,10 @@ class Drafting:
                 step_seconds=self._step_seconds(load, more_tokens, int(caps[rows].sum()) + 1),
                 outlook=self._belief.outlook(judgement, rows, caps[rows], step) if planner.rule is Rule.AUTO else None,
             )
+            # A probe that verified nothing would have found nothing. It was chosen before its tokens were drawn.
+            lengths = np.maximum(lengths, [proposals[row].probe or self._trial for row in rows])
             for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
-                # A probe that verified nothing would have found nothing. It was chosen before its tokens were drawn.
-                least = 1 if proposals[row].probe or self._trial else 0
-                proposals[row].num_admitted = max(length, least)
+                proposals[row].num_admitted = length
             more_tokens += int(lengths.sum())
             if len(rows_of) > 1:
                 more_emitted += float(survivals(confidence=judgement.believed[rows], caps=lengths).sum())
@@ -215,11 +215,11 @@ class Drafting:
         if step.predicted_s and step.num_drafting and not step.num_prefill_tokens and (self._promised or self._trial):
             host_s = self.prices.host_s + self.prices.draft_host_s
             if self._trial:
-                plain = self._gate.plain_rate * (step.draft_s + step.verify_s + host_s)
-                # times that are not positive are a clock's that was set back
-                self._gate.tried(
-                    step.step, success=min(step.draft_s, step.verify_s) > 0.0 and step.num_round_tokens > plain
-                )
+                # Seconds are what a trial is to find out; tokens of one step are luck. Times that are not positive are a
+                # clock's that was set back.
+                faster = (step.predicted_s + host_s) / max(step.draft_s + step.verify_s + host_s, 1e-9)
+                real = min(step.draft_s, step.verify_s) > 0.0
+                self._gate.tried(step.step, success=real and self._gate.margin * faster > 1.0)
             else:
                 came = step.num_round_tokens / (step.predicted_s + host_s)
                 self._gate.trust.observe(promised=self._promised, came=came, num_rounds=step.num_rounds)

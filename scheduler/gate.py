@@ -5,8 +5,7 @@ A draft costs something whatever becomes of it, so the planner's objective is as
 
 Who is shut out would never be heard of again; a probe lets them draft now and then. Probes are spaced so that they cost
 about a fifth of a percent at most, and further apart while they fail. Nor would a gate that is shut, but not by far, hear what
-the steps take that it forgoes: in trials those draft of whom it expects most, at the same expense (with one or two requests, of
-which a lucky one counts as a success, at up to three times that).
+the steps take that it forgoes: in trials those draft of whom it expects most, at the same expense.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class DraftGate:
     def __init__(self, width: int, *, variable_width: bool, states: bool = True) -> None:
         """width: most tokens per draft; variable_width: fewer may be asked for, and cost less. states: drafts carry confidences,
         so that one teaches something even where nothing of it is verified. margin: what drafting was last expected to bring over
-        what plain decoding does, plain_rate, tokens per second."""
+        what plain decoding does."""
         self._width = width
         self._widths = np.array([*(w for w in _WIDTHS if variable_width and w < width), width])
         self._states = states
@@ -67,7 +66,7 @@ class DraftGate:
         self.next_probe = 0
         self._next_trial = 0
         self._trial_interval = self._shortest_trial = 1.0
-        self.margin, self.plain_rate = 1.0, 0.0
+        self.margin = 1.0
         self.trust = Trust()
 
     def choose(
@@ -86,7 +85,7 @@ class DraftGate:
         idle_steps: [R] steps since each drafted. may_try: the step could tell what a trial brings.
         """
         best = best_draft(survival, spread, prices, self._widths)
-        self.margin, self.plain_rate = self.trust.factor * best.rate / best.plain_rate, best.plain_rate
+        self.margin = self.trust.factor * best.rate / best.plain_rate
         self._open = self.margin > (_STAYS_OPEN if self._open else _OPENS)
         if self._open:
             choice = Choice(np.sort(best.ranking[: best.count]), best.width, promised=best.rate)
@@ -109,7 +108,7 @@ class DraftGate:
             self._interval = min(2 * self._interval, _LONGEST_INTERVAL)
 
     def tried(self, step: int, *, success: bool) -> None:
-        """What a trial found: whether more tokens per second came than plain decoding is expected to bring."""
+        """What a trial found: whether drafting would pay if its steps took what this one did."""
         if success:
             self._next_trial, self._trial_interval = step + _NEXT_TRIAL, self._shortest_trial
         else:

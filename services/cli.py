@@ -85,7 +85,8 @@ def _status_of(work: Callable[[], int | None]) -> int:
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"dspark: {' '.join(message.split())}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # nobody reads it, and the status says it too
+        print(f"dspark: {' '.join(message.split())}", file=sys.stderr)
     return status
 
 

@@ -84,8 +84,9 @@ class _Forward:
 
 def end_now(status: int) -> NoReturn:
     """Without waiting for threads: one may be in the middle of a long computation."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            stream.flush()
     os._exit(status)
 
 

@@ -11,8 +11,8 @@ import contextlib
 import logging
 import os
 import re
-import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +32,7 @@ APPLICATION = "dspark"
 DRAINING, STOPPED = "draining", "stopped"
 _CONNECT_S = 5.0
 _LOOK_S = 1.0
+_WATCH_S = 0.2
 _REMOVAL_S = 20.0
 _POLL_S = 0.1
 _CUT_S = 2.0
@@ -83,7 +84,11 @@ def local_url(settings: Settings) -> str:
 
 
 def say(line: str) -> None:
-    print(line, flush=True)
+    try:
+        print(line, flush=True)
+    except OSError:
+        # who read it is gone (`dspark serve | head -1`), and the server serves on; what is buffered goes nowhere, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def serve_with_ray(settings: Settings) -> None:
@@ -95,17 +100,14 @@ def serve_with_ray(settings: Settings) -> None:
     from services.cluster import check_alive, own_daemons, start_ray
 
     stop = StopRequest()
+    on_stop_signals(stop)
     serves = drained = cuts = False
     joined = bool(os.environ.get("RAY_ADDRESS"))
     try:
         if not joined:
             say("starting Ray")
-        with contextlib.suppress(SystemExit):
-            # Ray's own answer to SIGTERM while it starts
-            start_ray(settings)
-            on_stop_signals(stop)
-        if not ray.is_initialized():
-            raise Stopped(signal.SIGTERM)
+        _until_done(lambda: start_ray(settings), stop)
+        on_stop_signals(stop)  # Ray has put a handler before ours that prints its own stack
         if not joined:
             say(described())
         say(f"starting {settings.model_name}")
@@ -115,8 +117,7 @@ def serve_with_ray(settings: Settings) -> None:
         say(ready_line(settings))
         while not stop.wait(_LOOK_S):
             check_alive(daemons)
-        with contextlib.suppress(OSError):  # nobody may read any more what is said
-            say(DRAINING)
+        say(DRAINING)
         _drain(settings.gateway.drain_s)
         drained = True
     except Stopped:
@@ -156,28 +157,49 @@ class StopRequest:
             raise Stopped(self._number)
 
 
+def _until_done(work: Callable[[], None], stop: StopRequest, watch: Callable[[], None] = lambda: None) -> None:
+    """Runs `work` in a thread, so that a stop signal is heard meanwhile, and by nobody else: Ray's own handlers, which it sets
+    where it starts in the main thread, raise in the middle of anything and have left the lock of `logging` taken. The thread
+    does not end, for with it the kernel would end the processes that it started (PR_SET_PDEATHSIG). Raises Stopped and what
+    `work` or `watch` raise."""
+    done = threading.Event()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+        done.set()
+        threading.Event().wait()
+
+    threading.Thread(target=run, daemon=True).start()
+    while not done.wait(_WATCH_S):
+        stop.raise_if_set()
+        watch()
+    if errors:
+        raise errors[0]
+
+
 def _deploy_until_ready(settings: Settings, stop: StopRequest, check_alive: Callable[[], None]) -> None:
     """Tells what is under way. Raises Failed, Stopped, or what `check_alive` raises."""
     from services.app import SCHEDULER
     from services.phase import told
 
-    failures: list[str] = []
-    deploying = threading.Thread(target=_deploy, args=(settings, failures), daemon=True)
-    deploying.start()
     shown = ""
-    while deploying.is_alive():
-        deploying.join(0.2)
-        stop.raise_if_set()
+
+    def watch() -> None:
+        nonlocal shown
         check_alive()
         if (phase := told(APPLICATION, SCHEDULER)) != shown:
             shown = phase
             say(phase) if phase else None
-    if failures:
-        raise Failed(failures[0])
+
+    _until_done(lambda: _deploy(settings), stop, watch)
 
 
-def _deploy(settings: Settings, failures: list[str]) -> None:
-    """Runs in a thread, so that a stop signal is heard while models load. Returns when every replica is ready."""
+def _deploy(settings: Settings) -> None:
+    """Returns when every replica is ready; raises Failed."""
     from ray import serve
 
     from services.app import build
@@ -190,7 +212,7 @@ def _deploy(settings: Settings, failures: list[str]) -> None:
         serve.run(build(settings), name=APPLICATION, route_prefix="/")
         _await_ready(settings)
     except Exception as error:
-        failures.append(_reason(_replica_messages() or str(error)))
+        raise Failed(_reason(_replica_messages() or str(error))) from None
 
 
 def _await_ready(settings: Settings) -> None:

@@ -92,8 +92,7 @@ async def _end_in_time(engine: Engine, stop: _StopInProcess, starting: asyncio.T
     that does not read even that, the connection is closed."""
     await stop.told.wait()
     if starting.done() and not stop.hurried.is_set():
-        with contextlib.suppress(OSError):  # nobody reads our lines any more; clients are still answered
-            say(DRAINING)
+        say(DRAINING)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(stop.hurried.wait(), drain_s)
     await engine.stop()

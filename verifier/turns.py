@@ -28,10 +28,11 @@ def median_seconds(works: Sequence[Callable[[], object]], device: torch.device, 
             torch.cuda.synchronize(device)
         return time.perf_counter() - begin
 
-    first = [run(work) for work in works]
+    for work in works:
+        run(work)
     for turn in range(turns):
-        for work, own, warm_s in zip(works, seconds, first, strict=True):
-            if turn < _SLOW_TURNS or warm_s <= _SLOW_S:
+        for work, own in zip(works, seconds, strict=True):
+            if turn < _SLOW_TURNS or statistics.median(own) <= _SLOW_S:
                 own.append(run(work))
     return [statistics.median(own) for own in seconds]
 

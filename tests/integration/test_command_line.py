@@ -397,6 +397,27 @@ def server_of(running: Server) -> int:
     return int(child)
 
 
+@pytest.mark.parametrize("where", [["--placement", "colocated"], ["--no-ray"]])
+def test_a_server_whose_lines_nobody_reads_any_more_serves_on_and_drains(serve_flags, where):
+    """`dspark serve | head -1`, or a terminal that was closed."""
+    running = Server([*serve_flags, *where])
+    try:
+        assert running.process.stdout is not None and running.process.stdout.readline()
+        running.process.stdout.close()
+        for _ in range(1200):
+            with contextlib.suppress(httpx.TransportError):
+                if running.client.get("/ready").status_code == 200:
+                    break
+            time.sleep(0.1)
+        body = {"model": "golden", "prompt": "hello", "max_tokens": 2}
+        assert running.client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 2
+        time.sleep(1.0)  # what started the server asks it, too, whether it is ready
+        os.killpg(running.process.pid, signal.SIGTERM)
+        assert running.process.wait(timeout=120) == 0
+    finally:
+        running.kill()
+
+
 def test_a_server_on_ray_that_is_stopped_while_it_starts_ends_with_one_line_and_starts_no_other_ray(
     serve_flags, tmp_path
 ):

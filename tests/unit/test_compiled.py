@@ -64,6 +64,22 @@ def test_a_library_is_built_once(source: Path) -> None:
 
 
 @compiles
+def test_a_library_that_was_cut_off_is_built_anew(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By a full disk or a copy that was broken off. The loader takes half of one, and the process dies of SIGBUS."""
+    command = compiler(source.parent, WORKS)
+    load(source, command, SIGNATURES)
+    (library,) = kept()
+    whole = library.read_bytes()
+    for size in (len(whole) // 2, len(whole) - 1, 40, 0):
+        library.unlink()
+        library.write_bytes(whole[:size])
+        caplog.clear()
+        assert load(source, command, SIGNATURES).dspark_sum(2, 3) == 5
+        assert "does not work and is built anew" in caplog.text
+        assert library.read_bytes() == whole
+
+
+@compiles
 def test_another_runtime_to_link_to_is_another_library(source: Path) -> None:
     """The one linked to an earlier torch's OpenMP runtime would not load any more, or bring a second runtime with it."""
     command = compiler(source.parent, WORKS)

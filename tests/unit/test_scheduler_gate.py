@@ -56,7 +56,7 @@ class Economy:
         self.last_drafted = np.zeros(self.num_requests, dtype=np.int64)
         self.step_number = 0
         self.num_drafted = np.zeros(self.num_requests, dtype=np.int64)
-        self.num_shut = 0
+        self.num_shut = self.num_trials = 0
 
     @property
     def _claims(self) -> np.ndarray:
@@ -85,6 +85,7 @@ class Economy:
             ),
         )
         self.num_shut += choice.shut
+        self.num_trials += choice.trial
         rows = choice.rows
         self.last_drafted[rows] = self.step_number
         self.num_drafted[rows] += 1
@@ -117,11 +118,12 @@ class Economy:
             self.gate.probed(self.step_number, success=bool(accepted[rows == choice.probe][0] > 0))
         num_tokens = count + int(verified.sum())
         true_s = float(self.curve.verify_seconds(num_tokens, 1, 256)[0])
-        self.learn(num_tokens, true_s, choice, draft_s)
-        emitted = count + int(accepted.sum())
         if choice.trial:
-            self.gate.tried(self.step_number, success=emitted > (draft_s + true_s) * self.gate.plain_rate)
-        return emitted, draft_s + true_s
+            predicted_s = known.draft_seconds(len(rows), choice.width) + known.verify_seconds(num_tokens, 1, 256)[0]
+            faster = float(predicted_s) / (draft_s + true_s)
+            self.gate.tried(self.step_number, success=self.gate.margin * faster > 1.0)
+        self.learn(num_tokens, true_s, choice, draft_s)
+        return count + int(accepted.sum()), draft_s + true_s
 
     def learn(self, num_tokens: int, verify_s: float, choice: Choice, draft_s: float) -> None:
         if self.known is not None:
@@ -368,6 +370,28 @@ def test_a_size_that_the_curve_makes_too_dear_is_found_out() -> None:
     economy.num_shut = 0
     rate = economy.run(300)
     assert economy.num_shut < 30 and rate > 1.1 * economy.plain_rate
+
+
+@pytest.mark.parametrize("requests", [1, 2, 16])
+def test_where_the_curve_is_right_trials_cost_a_fifth_of_a_percent(requests: int) -> None:
+    """A lucky token of one or two requests was once taken for a success, and repeated at once."""
+    curve = CostCurve(
+        CurvePoints(
+            tokens=(1, 8, 16, 32, 64, 128),
+            contexts=(256,),
+            verify_s=((0.010, 0.017, 0.025, 0.042, 0.075, 0.140),),
+            requests=(1, 32),
+            widths=(1, 7),
+            draft_s=((0.002, 0.002), (0.004, 0.005)),
+        ),
+        measured_at=0.0,
+    )
+    economy = Economy(np.full(requests, 0.30), curve=curve, known=RefinedCurve(curve))
+    economy.run(500)
+    plain, tried = economy.plain_rate, economy.num_trials
+    rate = economy.run(6000)
+    assert economy.num_trials > tried, "without trials there would be nothing to see"
+    assert rate > 0.995 * plain
 
 
 def test_many_requests_are_weighed_in_groups_and_those_that_pay_are_found() -> None:
