@@ -29,6 +29,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
+# How far into its bend the RNN cell's tanh begins.
+_LARGEST_TANH = 0.5
+
+
 @dataclass(frozen=True, slots=True)
 class HeadTerms:
     """embeddings: W1 rows of the tokens before each slot [N, r], which the confidence head reads. mixed: what W2 multiplies
@@ -58,6 +62,22 @@ class MarkovHead(nn.Module):
         elif self.kind == "rnn":
             mixed = self._recur(embeddings, hidden, lengths)
         return HeadTerms(embeddings, mixed, self.markov_w2.weight)
+
+    @torch.no_grad()
+    def begin_as_vanilla(self) -> None:
+        """Sets the cell, and the size of W2 to it, so that the head's biases are those of the vanilla head with W1 and W2 as
+        they are: exactly for the gated one, within a few percent for the RNN, whose state then still has no say."""
+        if self.kind == "gated":
+            self.gate_proj.weight.zero_()
+            nn.init.zeros_(self.gate_proj.get_parameter("bias"))
+            self.markov_w2.weight.mul_(2.0)  # sigmoid(0) = 1/2
+        elif self.kind == "rnn":
+            slope = _LARGEST_TANH / float(self.markov_w1.weight.abs().max().clamp_min(1e-3))
+            output, rank = slice(2 * self.rank, None), self.rank
+            self.joint_proj.weight[output].zero_()
+            self.joint_proj.weight[output, rank : 2 * rank].fill_diagonal_(slope)
+            self.joint_proj.get_parameter("bias")[output].zero_()
+            self.markov_w2.weight.div_(slope)
 
     def _gate(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         """sigma(G [h; e] + b)"""

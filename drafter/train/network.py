@@ -24,6 +24,8 @@ from drafter.train.native import rms_norm
 from scheduler.errors import SettingsError
 from verifier.layers import Rotary
 
+_CELLS = ("markov_head.gate_proj", "markov_head.joint_proj")
+
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
@@ -158,9 +160,12 @@ class DraftNetwork(nn.Module):
 
     @torch.no_grad()
     def load_checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """The reverse of `checkpoint_tensors`, for a checkpoint of this architecture and vocabulary."""
+        """The reverse of `checkpoint_tensors`, for a checkpoint of this architecture and vocabulary. The cell of a Markov head
+        stays as it is where the checkpoint's head has none."""
         folded = self._folded()
         for name, parameter in self.named_parameters():
+            if name.startswith(_CELLS) and name not in tensors:
+                continue
             tensor = tensors[name].to(parameter)
             if tensor.shape != parameter.shape:
                 raise SettingsError(f"init_from: {name} has shape {tuple(tensor.shape)}, here {tuple(parameter.shape)}")

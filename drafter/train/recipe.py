@@ -165,11 +165,14 @@ def build_network(config: RunConfig, source: StatesSource) -> DraftNetwork:
     if start is not None and config.init_from is not None:
         check_start(start, network, config.init_from)
         network.load_checkpoint_tensors(start.tensors)
+        if start.arch.head_type != arch.head_type:
+            network.markov_head.begin_as_vanilla()
     elif saved is None and arch.markov_rank and reduced:
         factors = bigram_factors(_sequences(source), network.lm_head, network.row_of, arch.markov_rank, generator)
         with torch.no_grad():
             network.markov_head.markov_w1.weight.copy_(factors[0])
             network.markov_head.markov_w2.weight.copy_(factors[1])
+        network.markov_head.begin_as_vanilla()
     return network
 
 

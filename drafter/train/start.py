@@ -63,10 +63,12 @@ def read_start(folder: Path, target_folder: Path) -> Checkpoint:
 
 
 def check_start(checkpoint: Checkpoint, network: DraftNetwork, folder: Path) -> None:
-    """Layers, widths and heads must be this run's; block size and mask may differ, no weight depends on them."""
+    """Layers, widths and heads must be this run's; block size and mask may differ, no weight depends on them. From a vanilla
+    Markov head the others can begin."""
     for field in fields(checkpoint.arch):
         theirs, ours = getattr(checkpoint.arch, field.name), getattr(network.arch, field.name)
-        if field.name not in ("block_size", "mask_token_id", "variable_block") and theirs != ours:
+        grows = field.name == "head_type" and theirs == "vanilla" and network.arch.markov_rank
+        if field.name not in ("block_size", "mask_token_id", "variable_block") and theirs != ours and not grows:
             raise SettingsError(
                 f"init_from: {folder} has {field.name} {theirs}, this run {ours}; change the one or other"
             )

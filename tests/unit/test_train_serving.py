@@ -159,6 +159,53 @@ def test_training_may_go_on_from_a_checkpoint(trained: tuple[DraftNetwork, Check
         build_network(other, folder)
 
 
+@pytest.mark.parametrize("trained", [CASES[1]], indirect=True)
+@pytest.mark.parametrize(("head", "within"), [("gated", 1e-4), ("rnn", 0.05)])
+@torch.no_grad()
+def test_a_larger_head_begins_as_the_markov_head_it_comes_from(
+    trained: tuple[DraftNetwork, Checkpoint, States], tmp_path: Path, head: str, within: float
+) -> None:
+    """From random cells it took millions of positions to get where counting bigrams begins."""
+    network, _, states = trained
+    shape = replace(SHAPE, head_type=head)
+    config = RunConfig(
+        str(tmp_path / "target"),
+        tmp_path / "states",
+        tmp_path / "x",
+        shape,
+        dtype="float32",
+        init_from=tmp_path / "out",
+    )
+    grown = build_network(config, StatesFolder(config.states))
+    batch = build_batch([(states, torch.arange(3, 15), 5)], 4.0)
+    biases = []
+    for each in (network, grown):
+        terms = each.head_terms(each(batch.blocks), batch.blocks, batch.previous_ids)
+        assert terms.mixed is not None and terms.w2 is not None
+        biases.append(terms.mixed @ terms.w2.t())
+    expected, found = biases
+    assert float((found - expected).norm() / expected.norm()) < within
+    random = build_network(replace(config, init_from=None), StatesFolder(config.states))
+    assert float(random.markov_head.markov_w2.weight.abs().max()) > 0, (
+        "bigrams, which a random cell would not let through"
+    )
+
+
+@pytest.mark.parametrize("trained", [CASES[2]], indirect=True)
+def test_a_head_does_not_shrink(trained: tuple[DraftNetwork, Checkpoint, States], tmp_path: Path) -> None:
+    shape = replace(SHAPE, confidence=False)
+    config = RunConfig(
+        str(tmp_path / "target"),
+        tmp_path / "states",
+        tmp_path / "x",
+        shape,
+        dtype="float32",
+        init_from=tmp_path / "out",
+    )
+    with pytest.raises(SettingsError, match=r"init_from: .* has head_type gated, this run vanilla"):
+        build_network(config, StatesFolder(config.states))
+
+
 def test_every_tensor_of_a_step_lies_on_the_device_of_the_network(
     trained: tuple[DraftNetwork, Checkpoint, States], monkeypatch: pytest.MonkeyPatch
 ) -> None:
