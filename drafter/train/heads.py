@@ -29,8 +29,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-# How far into its bend the RNN cell's tanh begins.
-_LARGEST_TANH = 0.5
+# What the RNN cell's tanh takes in at first, root mean square. The smaller, the truer to the head it begins as, and the larger
+# beside it a step of the optimiser: at a quarter of this a grown head lost 7 % of its first slot's acceptance.
+_USUAL_TANH = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +67,13 @@ class MarkovHead(nn.Module):
     @torch.no_grad()
     def begin_as_vanilla(self) -> None:
         """Sets the cell, and the size of W2 to it, so that the head's biases are those of the vanilla head with W1 and W2 as
-        they are: exactly for the gated one, within a few percent for the RNN, whose state then still has no say."""
+        they are: exactly for the gated one, but for the bend of its tanh for the RNN, whose state then still has no say."""
         if self.kind == "gated":
             self.gate_proj.weight.zero_()
             nn.init.zeros_(self.gate_proj.get_parameter("bias"))
             self.markov_w2.weight.mul_(2.0)  # sigmoid(0) = 1/2
         elif self.kind == "rnn":
-            slope = _LARGEST_TANH / float(self.markov_w1.weight.abs().max().clamp_min(1e-3))
+            slope = _USUAL_TANH / float(self.markov_w1.weight.square().mean().sqrt().clamp_min(1e-3))
             output, rank = slice(2 * self.rank, None), self.rank
             self.joint_proj.weight[output].zero_()
             self.joint_proj.weight[output, rank : 2 * rank].fill_diagonal_(slope)

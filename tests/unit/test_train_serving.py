@@ -160,7 +160,7 @@ def test_training_may_go_on_from_a_checkpoint(trained: tuple[DraftNetwork, Check
 
 
 @pytest.mark.parametrize("trained", [CASES[1]], indirect=True)
-@pytest.mark.parametrize(("head", "within"), [("gated", 1e-4), ("rnn", 0.05)])
+@pytest.mark.parametrize(("head", "within"), [("gated", 1e-4), ("rnn", 0.12)])
 @torch.no_grad()
 def test_a_larger_head_begins_as_the_markov_head_it_comes_from(
     trained: tuple[DraftNetwork, Checkpoint, States], tmp_path: Path, head: str, within: float
