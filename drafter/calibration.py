@@ -98,11 +98,13 @@ def load_calibration(folder: Path, num_positions: int, fingerprint: str) -> Cali
     """The folder's calibration, or none where it has no file. Raises SettingsError naming file and field."""
     path = folder / FILE_NAME
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return UNCALIBRATED
-    except json.JSONDecodeError as error:
-        raise SettingsError(f"{path} is not valid JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(f"{path} is not valid JSON: {error}; calibrate again or remove the file") from None
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {error.strerror}; calibrate again or remove the file") from None
     if not isinstance(content, dict) or content.get("version") != VERSION:
         raise SettingsError(f"{path}: version must be {VERSION}; calibrate again or remove the file")
     checkpoint = str(content.get("checkpoint") or "")

@@ -461,4 +461,6 @@ def _out_of_time(live: Live) -> DeadlineExceeded:
         if live.request.timeout_s is None
         else "its timeout: give it a longer one, at most gateway.max_timeout_s"
     )
-    return DeadlineExceeded(f"the request did not finish within {live.deadline_s - live.arrival_s:g} s, {whose}")
+    return DeadlineExceeded(
+        f"the request did not finish within {round(live.deadline_s - live.arrival_s, 3):g} s, {whose}"
+    )

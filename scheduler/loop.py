@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -69,7 +70,7 @@ class ServingLoop:
         self._sink = sink
         self._config = config
         self._clock = clock
-        self._strikes = 0
+        self._strikes: Counter[str] = Counter()
         self._cohort = 0
         self._flight: _Flight | None = None
         self._changes: list[tuple[Callable[[], None], asyncio.Future[None]]] = []
@@ -200,6 +201,7 @@ class ServingLoop:
         if self.drafter.holds_features or self.drafter.is_due:
             await self._draft(DraftCall())
         self.core.check_integrity()
+        self._strikes.clear()
         await self._something.wait()
         self._something.clear()
         self.progress_s = self._clock()
@@ -259,11 +261,10 @@ class ServingLoop:
         self.verifier.lost = True
         self._emit(self.core.verifier_lost())
         self.drafter.drop_features()
-        self._strikes += 1
-        if self._strikes == _MAX_STRIKES:
+        self._strikes.update(_ids(plan))
+        if blamed := [request_id for request_id in _ids(plan) if self._strikes[request_id] >= _MAX_STRIKES]:
             # The worker answers but the same requests fail again and again: they may be the cause.
-            self._strikes = 0
-            self._emit(self.core.fail(_ids(plan), _blame(error)))
+            self._emit(self.core.fail(blamed, _blame(error)))
         deadline_s = self._clock() + self._config.recover_timeout_s
         delay_s = _FIRST_RETRY_S
         while (left_s := deadline_s - self._clock()) > 0:
@@ -280,6 +281,14 @@ class ServingLoop:
     def _progressed(self) -> None:
         self.progress_s = self._clock()
 
+    def _forgive(self, deltas: Sequence[Delta]) -> None:
+        """Who got a token is past where it failed. A step alone says nothing: a long prompt is computed anew chunk by chunk, and
+        the chunks before the one that fails succeed every time."""
+        if self._strikes:
+            for delta in deltas:
+                if delta.token_ids or delta.finish_reason is not None:
+                    self._strikes.pop(delta.request_id, None)
+
     def _emit(self, deltas: Sequence[Delta]) -> None:
         if deltas:
             self._sink.emit(deltas)
@@ -289,7 +298,7 @@ class ServingLoop:
         assert self.core.last_step is not None
         self.times.note(plan, seconds)
         self._emit(deltas)
-        self._strikes = 0
+        self._forgive(deltas)
         self.last_step_s = self.progress_s = self._clock()
         stats = dataclasses.replace(
             self.core.last_step,

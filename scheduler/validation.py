@@ -29,10 +29,11 @@ def check_request(request: Request, vocab_size: int) -> None:
         raise BadParams(f"timeout_s must be a positive number of seconds, not {request.timeout_s}", "timeout_s")
     if not -_MOST_PRIORITY <= request.priority <= _MOST_PRIORITY:
         raise BadParams(f"priority must be from -100 to 100, not {request.priority}", "priority")
-    _check_params(request.params, vocab_size)
+    check_params(request.params, vocab_size)
 
 
-def _check_params(params: SamplingParams, vocab_size: int) -> None:
+def check_params(params: SamplingParams, vocab_size: int) -> None:
+    """Raises BadParams."""
     if not 0.0 <= params.temperature < math.inf:
         raise BadParams(f"temperature must be 0 or more, not {params.temperature}", "temperature")
     # A computing thread may flush subnormal numbers to 0.
@@ -59,7 +60,9 @@ def _check_params(params: SamplingParams, vocab_size: int) -> None:
         raise BadParams("min_tokens leaves no token to draw when every token is a stop token", "min_tokens")
     if params.grammar is not None and not params.stop_ids:
         raise BadParams(
-            "structured output needs a stop token to end with, so ignore_eos cannot go with it", "ignore_eos"
+            "structured output needs a stop token to end with: leave ignore_eos out, and where the model has no end token "
+            "give stop_token_ids",
+            "stop_token_ids",
         )
     _check_logits_changes(params, vocab_size)
     if params.num_logprobs is not None and not 0 <= params.num_logprobs <= _MOST_LOGPROBS:

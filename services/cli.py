@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from scheduler.errors import Rejected, ServingError, SettingsError
 from services.bench.flags import BENCH, SWEEP, add_flags, sweep_of
 from services.evaluate_commands import add_calibrate, add_evaluate
-from services.foreground import Stopped, end_now, run_behind, stop_signals_raise
+from services.foreground import Stopped, end_now, open_closed_streams, run_behind, stop_signals_raise
 from services.simulate import add_simulate
 from services.threads import SPIN_COUNT
 from services.top import add_top
@@ -59,6 +59,7 @@ _HELP = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    open_closed_streams()
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     args = _parser().parse_args(argv)
     return _status_of(lambda: args.run(args))

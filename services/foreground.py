@@ -32,6 +32,18 @@ class Stopped(BaseException):
         self.name = signal.Signals(number).name
 
 
+def open_closed_streams() -> None:
+    """Where the caller closed stdin, stdout or stderr (`>&-`): the null device. Else the next files that are opened, event loops'
+    among them, get these numbers, and with them whatever is printed."""
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
+
+
 def on_stop_signals(handler: Handler) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, handler)

@@ -221,6 +221,8 @@ def _await_ready(settings: Settings) -> None:
             response = client.get("/ready")
             if response.status_code == 200:
                 return
+            if response.json().get("final"):
+                break
             threading.Event().wait(0.1)
     raise Failed(f"not ready: {response.json().get('reason', response.status_code)}")
 

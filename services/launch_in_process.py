@@ -20,6 +20,7 @@ from services.settings import Settings
 
 if TYPE_CHECKING:
     from services.engine import Engine
+    from services.gateway.app import Gateway
 
 # beyond what _end_in_time takes: uvicorn's own way of ending a connection is a traceback
 _MARGIN_S = 5.0
@@ -47,7 +48,7 @@ async def _serve_in_process(settings: Settings) -> None:
     engine = Engine(settings, launch_colocated, tell=lambda phase: say(phase) if phase else None)
     app = create_app(engine, settings.gateway_config())
     server = _server(app, settings)
-    starting = asyncio.create_task(_start(engine, app.state.gateway.loaded, server, settings))
+    starting = asyncio.create_task(_start(engine, app.state.gateway, server, settings))
     stop = _StopInProcess(server)
     for number in STOP_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
@@ -101,10 +102,12 @@ async def _end_in_time(engine: Engine, stop: _StopInProcess, starting: asyncio.T
         connection.transport.abort()
 
 
-async def _start(engine: Engine, loaded: asyncio.Event, server: Any, settings: Settings) -> None:
+async def _start(engine: Engine, gateway: Gateway, server: Any, settings: Settings) -> None:
     try:
         await engine.start()
-        await loaded.wait()
+        await gateway.loaded.wait()
+        if gateway.refusal is not None:
+            raise gateway.refusal
         say(ready_line(settings))
     except BaseException:
         server.should_exit = True

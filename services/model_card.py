@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scheduler.errors import SettingsError
+from scheduler.errors import BadParams, SettingsError
+from scheduler.validation import check_params
+from scheduler.wire import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_ANY_VOCABULARY = 2**31
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -61,7 +67,7 @@ def read_card(
         max_model_len=max_model_len,
         draft_width=draft_width,
         fingerprint="fp_" + hashlib.sha256((name + template + tokenizer_json).encode()).hexdigest()[:10],
-        defaults=_defaults(generation),
+        defaults=_defaults(generation, folder / "generation_config.json"),
     )
 
 
@@ -82,7 +88,16 @@ def _tokenizer_text(folder: Path) -> str:
             f"model.path: {folder} has no tokenizer.json; write one with transformers' "
             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
-    return path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+        fits = isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(f"model.path: {path} is not valid JSON ({error})") from None
+    if not fits:
+        raise SettingsError(
+            f"model.path: {path} holds no JSON object; write it again with AutoTokenizer.save_pretrained"
+        )
+    return text
 
 
 def _token_text(value: Any) -> str:
@@ -115,17 +130,33 @@ def _eos_ids(folder: Path, generation: dict[str, Any], special: dict[str, str], 
     ids: set[int] = set()
     for source in (generation, _json(folder / "config.json")):
         value = source.get("eos_token_id")
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if wrong := [each for each in found if type(each) is not int or each < 0]:
+            raise SettingsError(
+                f"model.path: {folder} has eos_token_id {wrong[0]!r}; write a token id, or a list of them"
+            )
+        ids.update(found)
     eos = special.get("eos_token")
     added = json.loads(tokenizer_json).get("added_tokens", [])
     ids.update(token["id"] for token in added if token["content"] == eos)
     return tuple(sorted(ids))
 
 
-def _defaults(generation: dict[str, Any]) -> dict[str, float]:
-    """Greedy decoding (`do_sample` false) is transformers' default, not a recommendation: it says nothing here."""
-    return {
-        key: float(generation[key])
-        for key in SAMPLING_DEFAULTS
-        if isinstance(generation.get(key), int | float) and not isinstance(generation.get(key), bool)
-    }
+def _defaults(generation: dict[str, Any], path: Path) -> dict[str, float]:
+    """Greedy decoding (`do_sample` false) is transformers' default, not a recommendation: it says nothing here. Nor does what no
+    client could ask for: it would refuse requests for a value that they do not have."""
+    defaults = {}
+    for key in SAMPLING_DEFAULTS:
+        value = generation.get(key)
+        if value is None:
+            continue
+        try:
+            number = float("nan") if isinstance(value, bool | str) else float(value)
+            # top_k -1 is off, as in requests
+            asked: dict[str, Any] = {key: max(0, int(number)) if key == "top_k" and number >= -1 else number}
+            check_params(SamplingParams(**asked), _ANY_VOCABULARY)
+        except (BadParams, TypeError, ValueError, OverflowError):
+            logger.warning("%s: %s %r is nothing that requests may ask for, and left out", path, key, value)
+        else:
+            defaults[key] = number
+    return defaults

@@ -171,7 +171,8 @@ class TargetRunner:
         columns = (features, batch.slots, batch.positions, batch.ids, batch.previous_slots)
         if len(rows) == features.shape[0]:
             return CommittedFeatures(*columns)
-        index = torch.tensor(rows, device=self.device)
+        # of no rows at all (the only request of the step failed) torch would make floats
+        index = torch.tensor(rows, dtype=torch.int64, device=self.device)
         return CommittedFeatures(*(column[index] for column in columns))
 
 

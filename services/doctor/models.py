@@ -16,6 +16,7 @@ from scheduler.errors import SettingsError
 from scheduler.throughput import CurveRejected, load_curve
 from services.doctor.findings import Finding, age, fail, ok, warn
 from services.engine import curve_path, machine_key
+from services.gateway.loaded_model import LoadedModel
 from services.model_card import read_card
 from services.settings import Settings
 from verifier.architecture import Architecture, read_architecture
@@ -107,6 +108,7 @@ def check_model(models: Models) -> Finding:
         draft_width=0,
         chat_template=Path(template).read_text(encoding="utf-8") if template else "",
     )
+    LoadedModel.from_card(card)
     return ok(
         "model",
         f"{card.name}: {arch.model_type}, {arch.num_layers} layers of {arch.hidden_size}, vocabulary {arch.vocab_size}, "

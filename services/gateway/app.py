@@ -18,7 +18,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from scheduler.errors import SchedulerLost, ServingError
+from scheduler.errors import SchedulerLost, ServingError, SettingsError
 from services.gateway.access_log import AccessLog, open_writer
 from services.gateway.auth import Authentication
 from services.gateway.config import GatewayConfig
@@ -48,7 +48,8 @@ Schedulers: TypeAlias = Scheduler | Mapping[str, Scheduler]
 
 
 class Gateway:
-    """`model` raises SchedulerLost with the reason until the engine is ready."""
+    """`model` raises SchedulerLost with the reason until the engine is ready. loaded: it is, or there is a `refusal`, of a
+    template or tokenizer that no later look finds better."""
 
     def __init__(self, schedulers: Mapping[str, Scheduler], config: GatewayConfig) -> None:
         self.config = config
@@ -57,6 +58,7 @@ class Gateway:
         self.loaded = asyncio.Event()
         self._model: LoadedModel | None = None
         self._reason = "the gateway is starting"
+        self.refusal: SettingsError | None = None
         self._loading: asyncio.Task[None] | None = None
 
     @property
@@ -98,6 +100,12 @@ class Gateway:
                 self.metrics.model_name = card.name
                 self.loaded.set()
                 logger.info("serving %s", card.name)
+            except SettingsError as error:
+                # no later look at the same files finds others
+                logger.info("the model cannot be served: %s", error)
+                self._reason, self.refusal = str(error), error
+                self.loaded.set()
+                return
             except ServingError as error:
                 self._reason = str(error)
                 await asyncio.sleep(pause_s)

@@ -140,12 +140,14 @@ async def docs(request: Request) -> Response:
     return HTMLResponse(docs_page(request.app.openapi()))
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", **openapi.HEALTH)
 async def health() -> Response:
     """Alive: this process answers."""
     return JSONResponse({"status": "alive"})
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", **openapi.READY)
 async def ready(request: Request) -> Response:
     """200 once the models are loaded, the cost curve is measured and the scheduler makes progress; else 503 and why."""
@@ -154,7 +156,9 @@ async def ready(request: Request) -> Response:
         card = gateway.model.card
         await gateway.client.check_health()
     except ServingError as error:
-        body = {"status": "not ready", "reason": str(error), **error_body(error)}
+        # final: waiting does not help
+        final = gateway.refusal is not None
+        body = {"status": "not ready", "reason": str(error), "final": final, **error_body(error)}
         return JSONResponse(body, 503, {"retry-after": "2"})
     return JSONResponse({"status": "ready", "model": card.name})
 

@@ -20,6 +20,10 @@ sum(rate(dspark_round_tokens_total[5m])) / sum(rate(dspark_verify_rounds_total[5
 
 which is the mean accept length. The engine's numbers are the same from every gateway replica: take them once,
 `max by (job, model, group) (...)`, before adding up groups. A gateway's own numbers are of the replica that a scrape reached.
+
+The engine counts tokens and knows no text: an answer that ends at a stop string is `cancelled` there (the gateway's
+`dspark_requests_total` has it as stop), and its last block counts whole. A stop id that was drafted and accepted is an accepted
+token here; in an answer's own `metrics.speculative_decoding` it is the round's own, so that accepted and rounds add up to tokens.
 """
 _RECORDED = """
 ## Recorded

@@ -318,6 +318,20 @@ def test_a_server_that_is_stopped_while_it_starts_ends_at_once_with_one_line(ser
     assert reason.removeprefix("not ready: ") in ("loading the models", "measuring the cost curve")
 
 
+@pytest.mark.parametrize("where", [["--no-ray"], ["--placement", "colocated"]])
+def test_a_chat_template_that_does_not_compile_ends_the_start_with_one_line(serve_flags, tmp_path, where):
+    """It asked itself again for ever whether the template had become better."""
+    template = tmp_path / "broken.jinja"
+    template.write_text("{% for")
+    starting = Server([*where, *serve_flags, "--set", f"model.chat_template={template}"])
+    try:
+        assert starting.process.wait(timeout=120) in (1, 2)
+        last = own_lines(starting)[-1]
+        assert last.startswith("dspark: ") and "model.chat_template: the template does not compile" in last
+    finally:
+        starting.kill()
+
+
 def session(of: int) -> list[tuple[int, str]]:
     """Ids and command lines of the living processes of that session."""
     found = []

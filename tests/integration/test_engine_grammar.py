@@ -170,6 +170,20 @@ async def test_a_grammar_that_no_token_can_follow_ends_its_own_request_and_no_ot
     assert stats.num_verifier_losses == 0 and stats.kv_blocks_used == 0
 
 
+@pytest.mark.parametrize("prompt", [PROMPTS[0], PROMPTS[1] * 60])
+async def test_a_lone_request_whose_grammar_no_token_can_begin_ends_by_itself(
+    launch, target: Path, golden: Path, prompt: list[int]
+) -> None:
+    """With a drafter that reads hidden states, of which the step then has none to keep."""
+    async with launch(target, golden / "dspark_vanilla") as engine:
+        (failed,) = await engine.ask([prompt], [replace(GUIDED, grammar=Grammar("regex", "~"))])
+        (free,) = await engine.ask([prompt], [replace(GUIDED, grammar=None, max_tokens=10)])
+        stats = await engine.actor.snapshot()
+    assert failed.last.error is not None and failed.last.error[0] == "BadParams"
+    assert "no token of this model may follow" in failed.last.error[1]
+    assert len(free.token_ids) and stats.num_verifier_losses == 0 and stats.num_drafter_losses == 0
+
+
 async def test_compiling_a_grammar_waits_for_no_step(launch, target: Path) -> None:
     """The computing thread is held up: a grammar is compiled, or refused, all the same."""
     release = threading.Event()

@@ -125,6 +125,18 @@ def test_no_file_is_no_calibration(tmp_path: Path) -> None:
     assert load_calibration(tmp_path, num_positions=7, fingerprint="abc") is UNCALIBRATED
 
 
+def test_a_file_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    for damage in (b"\xff\xfe{", b"[" * 100_000):
+        path.write_bytes(damage)
+        with pytest.raises(SettingsError, match=r"calibration\.json is not valid JSON: .*calibrate again"):
+            load_calibration(tmp_path, num_positions=7, fingerprint="abc")
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(SettingsError, match=r"calibration\.json cannot be read: .*calibrate again"):
+        load_calibration(tmp_path, num_positions=7, fingerprint="abc")
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

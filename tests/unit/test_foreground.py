@@ -14,6 +14,27 @@ import pytest
 
 from services.foreground import _Forward
 
+CLOSED = """
+import os, sys
+from services.foreground import open_closed_streams
+
+open_closed_streams()
+print("to nobody", flush=True)
+print("to nobody", file=sys.stderr)
+assert sys.stdin.read() == ""
+with open(sys.argv[1], "w") as file:
+    file.write(" ".join(os.readlink(f"/proc/self/fd/{number}") for number in range(3)))
+"""
+
+
+def test_streams_that_the_caller_closed_are_the_null_device(tmp_path: Path) -> None:
+    """Without them an event loop's own file got the number of stdout, and its library aborted the process at the end."""
+    out = tmp_path / "out"
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", CLOSED, str(out)]
+    subprocess.run(closed, check=True, timeout=60)
+    assert out.read_text() == "/dev/null /dev/null /dev/null"
+
+
 SERVER = """
 import subprocess, sys, time
 from services.foreground import Stopped, run_behind

@@ -79,3 +79,33 @@ def test_what_is_missing_refuses_the_start_and_is_named(folder, name, content, w
 
 def test_a_card_travels(folder):
     assert pickle.loads(pickle.dumps(card(folder))) == card(folder)
+
+
+@pytest.mark.parametrize(
+    ("generation", "known"),
+    [
+        ({"temperature": -5, "top_p": 0.9}, {"top_p": 0.9}),
+        ({"top_p": 9, "top_k": -7, "min_p": "x", "temperature": True}, {}),
+        ({"temperature": float("nan"), "repetition_penalty": 0, "top_k": 1e400}, {}),
+        ({"top_k": -1}, {"top_k": -1.0}),
+    ],
+)
+def test_a_default_that_nobody_could_ask_for_is_left_out_and_said(folder, caplog, generation, known):
+    """It refused every request that did not name a value of its own, for a value that the client never sent."""
+    write(folder, "generation_config.json", generation)
+    assert card(folder).defaults == known
+    assert caplog.text.count("left out") == len(generation) - len(known)
+
+
+@pytest.mark.parametrize("ids", ["a", [3, "x"], -1, True, 2.5])
+def test_an_end_token_that_is_no_id_is_refused(folder, ids):
+    write(folder, "generation_config.json", {"eos_token_id": ids})
+    with pytest.raises(SettingsError, match=r"eos_token_id .*write a token id"):
+        card(folder)
+
+
+@pytest.mark.parametrize("content", ['{"a"', "[1]", "[" * 100_000])
+def test_a_damaged_tokenizer_is_refused_in_one_line(folder, content):
+    write(folder, "tokenizer.json", content)
+    with pytest.raises(SettingsError, match=r"tokenizer\.json (is not valid JSON|holds no JSON object)"):
+        card(folder)

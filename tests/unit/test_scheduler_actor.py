@@ -497,6 +497,27 @@ async def test_a_request_that_breaks_every_step_ends_and_others_are_served(failu
         assert reader.output("fine") == plain(PROMPT, greedy(max_tokens=20))
 
 
+async def test_a_long_prompt_that_breaks_its_last_chunk_ends_and_who_shares_its_steps_is_served() -> None:
+    """Its first chunks succeed whenever it is computed anew, so that steps which succeed say nothing of it."""
+    num_failures = 0
+
+    def fail(plan: Plan) -> None:
+        nonlocal num_failures
+        if any(e.request_id == "poison" and e.samples for e in plan.extensions):
+            num_failures += 1
+            raise RuntimeError("illegal access")
+
+    verifier, drafter = toys(before_verify=fail, num_blocks=100)
+    async with serving(verifier, drafter, replace(CONFIG, prefill_chunk=8)) as actor:
+        reader = Reader(actor)
+        await actor.submit(request("fine", max_tokens=60))
+        await actor.submit(request("poison", prompt=[5] * 40))
+        ending = await asyncio.wait_for(reader.ending("poison"), 30)
+        assert ending.error is not None and ending.error[0] == "InternalFault" and num_failures == 3
+        await reader.ending("fine")
+        assert reader.output("fine") == plain(PROMPT, greedy(max_tokens=60))
+
+
 async def test_a_step_slower_than_the_timeout_is_waited_for_while_its_layers_advance() -> None:
     now = 0.0
     gate = asyncio.Event()
