@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from scheduler.errors import Failed
-from services.bench.record import Tape, recording
+from services.bench.record import Watcher, recording
 from services.bench.server import Server
 from services.engine import Engine
 from services.gateway.engine import EngineClient
@@ -94,13 +94,13 @@ class ServerSubject:
 
 
 @asynccontextmanager
-async def subject_of(settings: Settings, url: str | None, tape: Tape | None) -> AsyncIterator[Subject]:
-    """`tape` records the traces of every round, in process only."""
+async def subject_of(settings: Settings, url: str | None, watchers: Sequence[Watcher]) -> AsyncIterator[Subject]:
+    """The watchers hear of every step, in process only."""
     if url is not None:
         async with Server(url) as server:
             yield ServerSubject(server, settings.model.name or await server.served_model())
         return
-    engine = Engine(settings, recording(launch_colocated, tape) if tape is not None else launch_colocated)
+    engine = Engine(settings, recording(launch_colocated, watchers))
     try:
         await engine.start()
         client = EngineClient(engine, settings.gateway_config())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -56,21 +56,27 @@ class Tape:
         return len(lines)
 
 
-def recording(launch: Launch, tape: Tape) -> Launch:
-    """`launch`, its workers watched by `tape`."""
+class Watcher(Protocol):
+    def drafted(self, drafts: Sequence[Draft]) -> None: ...
+
+    def verified(self, plan: Plan, verdicts: Sequence[Verdict]) -> None: ...
+
+
+def recording(launch: Launch, watchers: Sequence[Watcher]) -> Launch:
+    """`launch`, its workers watched."""
 
     async def launched(settings: Settings) -> Workers:
         workers = await launch(settings)
-        drafter = WatchedDrafter(workers.drafter, tape) if workers.drafter is not None else None
-        return dataclasses.replace(workers, verifier=WatchedVerifier(workers.verifier, tape), drafter=drafter)
+        drafter = WatchedDrafter(workers.drafter, watchers) if workers.drafter is not None else None
+        return dataclasses.replace(workers, verifier=WatchedVerifier(workers.verifier, watchers), drafter=drafter)
 
     return launched
 
 
 class WatchedDrafter:
-    def __init__(self, drafter: Drafter, tape: Tape) -> None:
+    def __init__(self, drafter: Drafter, watchers: Sequence[Watcher]) -> None:
         self._drafter = drafter
-        self._tape = tape
+        self._watchers = watchers
 
     async def describe(self) -> DrafterInfo:
         return await self._drafter.describe()
@@ -80,7 +86,8 @@ class WatchedDrafter:
 
     async def propose(self, asks: Sequence[DraftAsk], width: int, features: Sequence[Features]) -> list[Draft]:
         drafts = await self._drafter.propose(asks, width, features)
-        self._tape.drafted(drafts)
+        for watcher in self._watchers:
+            watcher.drafted(drafts)
         return drafts
 
     async def measure(self, num_requests: Sequence[int], widths: Sequence[int]) -> list[list[float]]:
@@ -88,9 +95,9 @@ class WatchedDrafter:
 
 
 class WatchedVerifier:
-    def __init__(self, verifier: Verifier, tape: Tape) -> None:
+    def __init__(self, verifier: Verifier, watchers: Sequence[Watcher]) -> None:
         self._verifier = verifier
-        self._tape = tape
+        self._watchers = watchers
 
     async def describe(self) -> VerifierInfo:
         return await self._verifier.describe()
@@ -100,7 +107,8 @@ class WatchedVerifier:
 
     async def verify(self, plan: Plan) -> tuple[list[Verdict], Features | None]:
         verdicts, features = await self._verifier.verify(plan)
-        self._tape.verified(plan, verdicts)
+        for watcher in self._watchers:
+            watcher.verified(plan, verdicts)
         return verdicts, features
 
     async def check_grammar(self, grammar: Grammar) -> None:

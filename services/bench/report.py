@@ -11,6 +11,7 @@ from typing import Any
 from scheduler.simulate_report import is_fixed
 from services.bench.load import Answers
 from services.bench.pictures import Point
+from services.bench.steps import Step, steady_speed
 from services.generate import Tally
 
 
@@ -58,9 +59,11 @@ class Arm:
     num_round_tokens: int = 0
     num_verified: int = 0
     num_accepted: int = 0
+    steps: list[Step] = field(default_factory=list)
 
-    def add(self, answers: Answers, limits: Limits) -> None:
-        """One round more."""
+    def add(self, answers: Answers, limits: Limits, steps: Sequence[Step] = ()) -> None:
+        """One round more. steps: of its window, where they are known."""
+        self.steps += steps
         counted = answers.counted
         num_good = sum(limits.kept_by(tally) for tally in counted)
         self.tokens_per_s.append(answers.num_tokens / answers.seconds)
@@ -101,6 +104,13 @@ class Arm:
 def per_token_s(tally: Tally) -> float | None:
     """Over all tokens after the first; None for answers of one token."""
     return (tally.last_token_s - tally.first_token_s) / (tally.num_tokens - 1) if tally.num_tokens > 1 else None
+
+
+def steady_over_best_fixed(arms: Mapping[str, Arm]) -> dict[str, float]:
+    """By planner, steady speed over the greatest of `off` and `fixed:k`; empty where there is none or steps are not known."""
+    speeds = {planner: steady_speed(arm.steps) for planner, arm in arms.items()}
+    best = max((speed for planner, speed in speeds.items() if is_fixed(planner)), default=0.0)
+    return {planner: speed / best for planner, speed in speeds.items()} if best and len(arms) > 1 else {}
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -164,13 +174,14 @@ def rows(results: Results) -> list[dict[str, Any]]:
     """One per place and planner, in the order they were run. Ratios are [median, least, greatest] over the rounds."""
     listed = []
     for arms in results.values():
-        best = best_fixed(arms)
+        best, steady = best_fixed(arms), steady_over_best_fixed(arms)
         for arm in arms.values():
             row = _numbers(arm)
             row["over_off"] = Ratio.of(arm, arms["off"]).rounded() if "off" in arms and len(arms) > 1 else None
             over_best = Ratio.over_best_fixed(arm, arms) if len(arms) > 1 else None
             row["over_best_fixed"] = over_best.rounded() if over_best is not None else None
             row["best_fixed"] = best.planner if best is not None else None
+            row["steady_over_best_fixed"] = round(steady[arm.planner], 4) if steady else None
             listed.append(row)
     return listed
 
@@ -184,6 +195,7 @@ def _numbers(arm: Arm) -> dict[str, Any]:
         "planner": arm.planner,
         "tokens_per_s": round(arm.speed, 2),
         "tokens_per_s_runs": [round(speed, 2) for speed in arm.tokens_per_s],
+        "steady_tokens_per_s": round(steady_speed(arm.steps), 2) or None,
         "user_tokens_per_s": round(arm.user_speed, 2),
         "ttft_ms_p50": round(1000 * percentile(arm.first_token_s, 50), 1),
         "ttft_ms_p99": round(1000 * percentile(arm.first_token_s, 99), 1),
@@ -236,6 +248,8 @@ _COLUMNS = (
     ("tokens_per_s", "tok/s"),
     ("over_off", "/off"),
     ("over_best_fixed", "/best"),
+    ("steady_tokens_per_s", "steady"),
+    ("steady_over_best_fixed", "/best"),
     ("user_tokens_per_s", "user/s"),
     ("ttft_ms_p50", "ttft50"),
     ("ttft_ms_p99", "ttft99"),
@@ -247,7 +261,7 @@ _COLUMNS = (
 )
 LEGEND = (
     "times in ms; /off, /best: against `off` and against what of off and fixed:k was best in the other rounds, medians of the\n"
-    "rounds run side by side;\n"
+    "rounds run side by side; steady: tok/s if every step took the median of its kind, which says more on a disturbed machine;\n"
     "good: share of answers within the limits; accept: tokens per verify round, the target's own included; budget: tokens\n"
     "verified per round, likewise"
 )

@@ -26,6 +26,7 @@ from services.bench.prompts import load_prompts
 from services.bench.ramp import course, ramp_load
 from services.bench.record import Tape
 from services.bench.report import LEGEND, Arm, Limits, Place, points, rows, sustained, table
+from services.bench.steps import StepClock
 from services.generate import Tally
 from services.settings import Settings
 from services.whole_file import write_whole
@@ -122,7 +123,14 @@ class Files:
 class Runner:
     """Runs a sweep against a subject; `results` grows as it goes."""
 
-    def __init__(self, sweep: Sweep, subject: Subject, prompts: dict[str, list[str]], tape: Tape | None = None) -> None:
+    def __init__(
+        self,
+        sweep: Sweep,
+        subject: Subject,
+        prompts: dict[str, list[str]],
+        tape: Tape | None = None,
+        clock: StepClock | None = None,
+    ) -> None:
         self.results: dict[Place, dict[str, Arm]] = {}
         self.ramps: dict[str, dict[str, Ramp]] = {}
         self.model = subject.model
@@ -130,6 +138,7 @@ class Runner:
         self._subject = subject
         self._prompts = prompts
         self._tape = tape
+        self._clock = clock or StepClock()
         places = sweep.places(list(prompts))
         self._progress = Progress(len(places) * len(sweep.planners) * sweep.rounds)
         self._places = places
@@ -140,7 +149,8 @@ class Runner:
             for round_number in range(self._sweep.rounds):
                 for planner in rotated(self._sweep.planners, round_number):
                     answers = await self._run_arm(place, planner, round_number)
-                    arms[planner].add(answers, self._sweep.limits)
+                    steps = self._clock.take(answers.began, answers.ended)
+                    arms[planner].add(answers, self._sweep.limits, steps)
                     self._progress.report(arms[planner], round_number, answers)
         if self._sweep.ramp:
             for kind, temperature in itertools.product(self._prompts, self._sweep.temperatures):
@@ -246,9 +256,9 @@ def bench(settings: Settings, sweep: Sweep, *, url: str | None, files: Files) ->
 async def _run(
     settings: Settings, sweep: Sweep, prompts: dict[str, list[str]], url: str | None, files: Files
 ) -> Runner:
-    tape = Tape() if files.record else None
-    async with subject_of(settings, url, tape) as subject:
-        runner = Runner(sweep, subject, prompts, tape)
+    tape, clock = Tape() if files.record else None, StepClock()
+    async with subject_of(settings, url, [clock, tape] if tape is not None else [clock]) as subject:
+        runner = Runner(sweep, subject, prompts, tape, clock)
         await runner.run()
     if tape is not None:
         print(f"traces: {files.record}, {tape.write(files.record)} requests")

@@ -160,6 +160,7 @@ def test_bench_compares_planners_side_by_side(flags, capsys):
         for planner in ("off", "fixed:7")
     ]
     for row in rows:
+        assert row["steady_tokens_per_s"] > 0 and row["steady_over_best_fixed"] <= 1
         assert row["tokens_per_s"] > 0 and len(row["tokens_per_s_runs"]) == 2 and row["accept_length"] >= 1
         assert row["tokens"] == 2 * 12 * 3 * row["concurrency"]
         assert row["verify_budget"] == 1 or row["planner"] == "fixed:7"

@@ -6,19 +6,33 @@ import asyncio
 import itertools
 import json
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from scheduler.errors import Failed, Overloaded, SettingsError
-from scheduler.wire import Delta
+from scheduler.wire import Delta, Verdict
 from services.bench.arms import ServerSubject
 from services.bench.load import Answers, closed_loop, open_loop, tokens_between
 from services.bench.pictures import Ramp, draw
 from services.bench.prompts import BUILT_IN, load_prompts
 from services.bench.ramp import course, ramp_load
-from services.bench.report import Arm, Limits, Place, Ratio, best_fixed, percentile, points, rows, sustained, table
+from services.bench.report import (
+    Arm,
+    Limits,
+    Place,
+    Ratio,
+    best_fixed,
+    percentile,
+    points,
+    rows,
+    steady_over_best_fixed,
+    sustained,
+    table,
+)
 from services.bench.server import count_chunk
+from services.bench.steps import Step, StepClock, steady_speed
 from services.bench.sweep import Runner, Sweep, rotated
 from services.cli import main
 from services.generate import Tally
@@ -113,6 +127,37 @@ def test_a_fixed_arm_that_is_always_better_is_what_others_are_held_against():
     assert Ratio.over_best_fixed(arms["auto"], arms) == Ratio(0.9, 0.8, 1.0)
     assert Ratio.over_best_fixed(arms["fixed:3"], arms) == Ratio(1.0, 1.0, 1.0)
     assert Ratio.over_best_fixed(arms["auto"], {"auto": arms["auto"]}) is None
+
+
+def test_a_disturbed_step_does_not_count_in_the_steady_speed():
+    quiet = [Step(1.0, 0.010, 4, True, 8)] * 20 + [Step(1.0, 0.008, 4, False, 4)] * 20
+    stalled = [*quiet, *[Step(1.0, 3.0, 4, True, 8)] * 5]
+    assert steady_speed(quiet) == pytest.approx(240 / 0.36)
+    assert steady_speed(stalled) == pytest.approx(280 / 0.41), "a step of 10 ms, like its kind"
+    assert steady_speed([]) == 0.0
+    assert [Step(1.0, 0.1, n, True, 1).kind[1] for n in (1, 7, 8, 15, 16, 70)] == [1, 7, 8, 8, 16, 64]
+    arms = {"off": arm("off", 1.0), "fixed:3": arm("fixed:3", 1.0), "auto": arm("auto", 1.0)}
+    for made, emitted in zip(arms.values(), (4, 8, 6), strict=True):
+        made.add(Answers(0.0, 1.0, [tally(10, 9)]), Limits(), [Step(1.0, 0.01, 4, True, emitted)])
+    assert steady_over_best_fixed(arms) == pytest.approx({"off": 0.5, "fixed:3": 1.0, "auto": 0.75})
+    assert [row["steady_over_best_fixed"] for row in rows({HERE: arms})] == [0.5, 1.0, 0.75]
+    assert steady_over_best_fixed({"auto": arms["auto"]}) == {} == steady_over_best_fixed({"off": arm("off", 1.0)})
+
+
+def test_the_step_clock_takes_steps_that_lie_within_a_window_whole(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("services.bench.steps.time.monotonic", lambda: now)
+    clock = StepClock()
+    extensions = tuple(SimpleNamespace(samples=samples) for samples in (True, True, False))
+    plan = SimpleNamespace(extensions=extensions, num_tokens=9)
+    verdicts = [Verdict("a", 2, (1, 2, 3)), Verdict("b", 0, (), error=("InternalFault", "x")), Verdict("c", 0, ())]
+    for at in (100.2, 100.4, 100.5):
+        clock.drafted([object()] if at != 100.5 else [])
+        now = at
+        clock.verified(plan, verdicts)
+    taken = clock.take(100.1, 100.5)
+    assert [(step.num_emitted, step.num_tokens, step.drafted) for step in taken] == [(3, 9, True), (3, 9, False)]
+    assert [round(step.seconds, 3) for step in taken] == [0.2, 0.1] and clock.take(0.0, 1e9) == []
 
 
 def test_one_arm_alone_has_no_ratios():
