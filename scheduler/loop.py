@@ -264,6 +264,8 @@ class ServingLoop:
         self._strikes.update(_ids(plan))
         if blamed := [request_id for request_id in _ids(plan) if self._strikes[request_id] >= _MAX_STRIKES]:
             # The worker answers but the same requests fail again and again: they may be the cause.
+            for request_id in blamed:
+                del self._strikes[request_id]
             self._emit(self.core.fail(blamed, _blame(error)))
         deadline_s = self._clock() + self._config.recover_timeout_s
         delay_s = _FIRST_RETRY_S
