@@ -69,6 +69,13 @@ def trained(
     return network, load_checkpoint(tmp_path / "out", target, torch.float32, CPU), random_states(0, 20)
 
 
+def going_on(folder: Path, shape: DrafterShape) -> RunConfig:
+    """Another run on the same states, from the checkpoint that `trained` wrote."""
+    return RunConfig(
+        str(folder / "target"), folder / "states", folder / "other", shape, dtype="float32", init_from=folder / "out"
+    )
+
+
 def served_hidden(checkpoint: Checkpoint, states: States, anchor: int) -> Tensor:
     """[γ, d] of the block whose anchor stands at that position, by the serving backbone."""
     decoder = checkpoint.arch.decoder
@@ -140,14 +147,7 @@ def test_training_may_go_on_from_a_checkpoint(trained: tuple[DraftNetwork, Check
         confidence=checkpoint.arch.has_confidence,
         block_size=3,
     )
-    config = RunConfig(
-        str(tmp_path / "target"),
-        tmp_path / "states",
-        tmp_path / "other",
-        shape,
-        dtype="float32",
-        init_from=tmp_path / "out",
-    )
+    config = going_on(tmp_path, shape)
     folder = StatesFolder(config.states)
     started = build_network(config, folder)
     assert torch.equal(started.draft_vocab_ids, network.draft_vocab_ids)
@@ -168,14 +168,7 @@ def test_a_larger_head_begins_as_the_markov_head_it_comes_from(
     """From random cells it took millions of positions to get where counting bigrams begins."""
     network, _, states = trained
     shape = replace(SHAPE, head_type=head)
-    config = RunConfig(
-        str(tmp_path / "target"),
-        tmp_path / "states",
-        tmp_path / "x",
-        shape,
-        dtype="float32",
-        init_from=tmp_path / "out",
-    )
+    config = going_on(tmp_path, shape)
     grown = build_network(config, StatesFolder(config.states))
     batch = build_batch([(states, torch.arange(3, 15), 5)], 4.0)
     biases = []
@@ -194,14 +187,7 @@ def test_a_larger_head_begins_as_the_markov_head_it_comes_from(
 @pytest.mark.parametrize("trained", [CASES[2]], indirect=True)
 def test_a_head_does_not_shrink(trained: tuple[DraftNetwork, Checkpoint, States], tmp_path: Path) -> None:
     shape = replace(SHAPE, confidence=False)
-    config = RunConfig(
-        str(tmp_path / "target"),
-        tmp_path / "states",
-        tmp_path / "x",
-        shape,
-        dtype="float32",
-        init_from=tmp_path / "out",
-    )
+    config = going_on(tmp_path, shape)
     with pytest.raises(SettingsError, match=r"init_from: .* has head_type gated, this run vanilla"):
         build_network(config, StatesFolder(config.states))
 
