@@ -261,7 +261,8 @@ _COLUMNS = (
 )
 LEGEND = (
     "times in ms; /off, /best: against `off` and against what of off and fixed:k was best in the other rounds, medians of the\n"
-    "rounds run side by side; steady: tok/s if every step took the median of its kind, which says more on a disturbed machine;\n"
+    "rounds run side by side; steady: tok/s if every step took the median of its kind (in process only), and that over the\n"
+    "greatest of off and fixed:k;\n"
     "good: share of answers within the limits; accept: tokens per verify round, the target's own included; budget: tokens\n"
     "verified per round, likewise"
 )
