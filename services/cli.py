@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from scheduler.errors import Rejected, ServingError, SettingsError
 from services.bench.flags import BENCH, SWEEP, add_flags, sweep_of
 from services.evaluate_commands import add_calibrate, add_evaluate
-from services.foreground import Stopped, end_now, open_closed_streams, run_behind, stop_signals_raise
+from services.foreground import Stopped, end_now, open_closed_streams, print_to_nobody, run_behind, stop_signals_raise
 from services.simulate import add_simulate
 from services.threads import SPIN_COUNT
 from services.top import add_top
@@ -72,8 +72,7 @@ def _status_of(work: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # how `| head` leaves a command; what is still in the buffer must not be tried again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print_to_nobody()
         return 0
     except (SettingsError, Rejected) as error:
         return _fail(str(error), 2)

@@ -44,6 +44,11 @@ def open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
+def print_to_nobody() -> None:
+    """From now on, once who read stdout is gone (`| head -1`); what is still in the buffer must not be tried again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def on_stop_signals(handler: Handler) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, handler)

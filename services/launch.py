@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ import httpx
 
 from scheduler.errors import Failed, SettingsError
 from services.access import check_exposure
-from services.foreground import Stopped, on_stop_signals
+from services.foreground import Stopped, on_stop_signals, print_to_nobody
 from services.gateway.request_trace import check_tracing
 from services.ingress import described, why_haproxy_failed
 from services.settings import Settings
@@ -87,8 +86,7 @@ def say(line: str) -> None:
     try:
         print(line, flush=True)
     except OSError:
-        # who read it is gone (`dspark serve | head -1`), and the server serves on; what is buffered goes nowhere, too
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print_to_nobody()  # the server serves on
 
 
 def serve_with_ray(settings: Settings) -> None:
